@@ -1,0 +1,1 @@
+"""The NumPy runner: the oracle. Correctness before speed; no torch."""

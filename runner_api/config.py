@@ -1,0 +1,113 @@
+"""How a runner is built, and the shape under which one step is run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from runner_api.errors import ConfigError, UnknownNameError
+
+LAYOUTS = ("slots", "dense")
+NOISE_SCHEMES = ("murmur3", "philox")
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+RECORD_PARTS = ("logits", "kv", "intermediates")
+
+
+class CUDAGraphMode(IntEnum):
+    """How a step is launched. FULL pads requests and tokens, PIECEWISE tokens only, NONE nothing."""
+
+    NONE = 0
+    PIECEWISE = 1
+    FULL = 2
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDescriptor:
+    """The padded shape of one step; the key under which a captured graph is kept (spec_core 7.3)."""
+
+    cg_mode: CUDAGraphMode
+    num_tokens: int
+    num_reqs: int | None = None  # None: requests are not padded
+    uniform_token_count: int | None = None
+    max_query_len: int | None = None
+    num_active_loras: int = 0
+    num_ubatches: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelContext:
+    """Which rank of which groups this runner is. One rank of one everywhere unless said otherwise."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
+    dcp_rank: int = 0
+    dcp_size: int = 1
+    dcp_interleave: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.tp_size * self.pp_size * self.dp_size * self.dcp_size
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerConfig:
+    """Everything a runner is built from besides the model. Every field changes something or is refused.
+
+    Sizes: max_num_reqs = rows (N), max_num_batched_tokens = tokens of one step (T), max_model_len = tokens of one
+    request (M). Raises `ConfigError` naming the field.
+    """
+
+    max_num_reqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_model_len: int = 1024
+    layout: str = "slots"
+    noise: str = "murmur3"
+    dtype: str = "float32"
+    device: str = "auto"
+    num_speculative_tokens: int = 0
+    max_concurrent_batches: int = 2
+    # The free list at the start, bottom to top (the last entry is taken first). None: 0 .. N-1.
+    initial_free_rows: tuple[int, ...] | None = None
+    # Per KV cache group, how many tokens behind the current one are read; replaces the spec's own window in the
+    # gathered block tables. 0 = keep every entry. None: take it from the specs.
+    window_reach: tuple[int, ...] | None = None
+    # Extra parts of the StepRecord: any of RECORD_PARTS.
+    record: frozenset[str] = frozenset()
+    parallel: ParallelContext = ParallelContext()
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_reqs", "max_num_batched_tokens", "max_model_len", "max_concurrent_batches"):
+            if getattr(self, name) < 1:
+                raise ConfigError("too small", field=name, got=getattr(self, name), expected=">= 1")
+        if self.num_speculative_tokens < 0:
+            raise ConfigError("negative", field="num_speculative_tokens", got=self.num_speculative_tokens, expected=">= 0")
+        for name, valid in (("layout", LAYOUTS), ("noise", NOISE_SCHEMES), ("dtype", DTYPES)):
+            if getattr(self, name) not in valid:
+                raise UnknownNameError(name, getattr(self, name), valid, field=name)
+        for part in self.record:
+            if part not in RECORD_PARTS:
+                raise UnknownNameError("record part", part, RECORD_PARTS, field="record")
+        rows = self.initial_free_rows
+        if rows is not None and sorted(rows) != list(range(self.max_num_reqs)):
+            raise ConfigError(
+                "not a permutation of the rows",
+                field="initial_free_rows",
+                got=rows,
+                expected=f"each of 0 .. {self.max_num_reqs - 1} once",
+            )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RunnerConfig:
+        """Build from a mapping; an unknown key is an error that lists the valid names."""
+        names = {f.name for f in dataclasses.fields(cls)}
+        for key in values:
+            if key not in names:
+                raise UnknownNameError("runner option", key, names)
+        return cls(**values)

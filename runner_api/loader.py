@@ -1,0 +1,60 @@
+"""Find a runner by name. Entry points of group `modelrunner.runners`, or `package.module:factory`.
+
+A target is a callable `factory(config: RunnerConfig) -> ModelRunner`. Its stages, if it offers any, are found as the
+attribute `stages` of the factory: a callable without arguments that returns a `StageSet`. Nothing falls back: an
+unknown name is an error that lists the known ones.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from importlib.metadata import entry_points
+from typing import Any
+
+from runner_api.config import RunnerConfig
+from runner_api.errors import CapabilityError, ConfigError, UnknownNameError
+from runner_api.protocol import ModelRunner, RunnerFactory
+from runner_api.stages import StageSet
+
+ENTRY_POINT_GROUP = "modelrunner.runners"
+log = logging.getLogger("modelrunner")
+
+
+def runner_names() -> dict[str, str]:
+    """Installed runners: name to `package.module:factory`."""
+    return {e.name: e.value for e in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def load_factory(name: str) -> RunnerFactory:
+    """The factory behind a name or a `package.module:factory` path."""
+    target = name if ":" in name else runner_names().get(name)
+    if target is None:
+        raise UnknownNameError("runner", name, runner_names(), field="runner")
+    module_name, _, attribute = target.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as e:
+        raise ConfigError(
+            f"runner {name!r} cannot be imported from {target!r}: {type(e).__name__}: {e}",
+            field="runner",
+            hint="Install what it needs (for the gpu runner: modelrunner[gpu]) or correct the path",
+        ) from e
+    return found
+
+
+def load_runner(name: str, config: RunnerConfig | None = None) -> ModelRunner:
+    """Build the runner and say once in the log which one it is."""
+    runner = load_factory(name)(config or RunnerConfig())
+    log.info("%s", runner.describe().line())
+    return runner
+
+
+def load_stages(name: str) -> StageSet:
+    """The stages of a runner, to be run one at a time."""
+    stages = getattr(load_factory(name), "stages", None)
+    if stages is None:
+        raise CapabilityError(f"runner {name!r} offers no stages", hint="Give its factory an attribute `stages`")
+    return stages()
