@@ -7,7 +7,7 @@ for the device before `get_output()`. Source: vLLM 0.33 `ModelRunner` (spec_core
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -89,7 +89,7 @@ class ModelRunner(Protocol):
         """The record of the latest step (complete once sample_tokens was called). May wait for the device."""
         ...
 
-    def poison_unused(self, value: int = -77) -> None:
+    def poison_unused(self, value: int = -77, keep_blocks: Collection[int] = ()) -> None:
         """Fill whatever no later step may read (free rows, freed blocks, stale columns, buffer tails)."""
         ...
 

@@ -1,0 +1,81 @@
+"""Per-request state in fixed rows: a request takes a free row and keeps it until it finishes or is preempted.
+
+Nothing is ever moved. Freed rows keep their old values; whoever reads one would read another request's past, so
+everything downstream goes through `idx_mapping` (batch index to row). Twin: gpu_backend/request_state.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from cpu_reference.staged_write import StagedWriteTensor
+
+
+class RequestState:
+    """The rows. N = max_num_reqs, M = max_model_len, K = num_speculative_tokens.
+
+    Host tables know what the scheduler said, device tables what really happened; with drafts in flight the host's
+    `num_computed_tokens_np` is an upper bound of the device's `num_computed_tokens`. (Here both are host memory; the
+    split is kept because the rules about who may read which are part of the design.)
+    """
+
+    def __init__(
+        self, max_num_reqs: int, max_model_len: int, num_speculative_tokens: int, free_rows: Iterable[int] | None = None
+    ) -> None:
+        self.req_id_to_row: dict[str, int] = {}
+        self.row_to_req_id: dict[int, str] = {}
+        # A stack: the row freed last is taken next.
+        self.free_rows = list(range(max_num_reqs)) if free_rows is None else list(free_rows)
+        # -- device tables ------------------------------------------------------------------------------------
+        self._all_token_ids = StagedWriteTensor(max_num_reqs, max_model_len, np.int32)
+        self._total_len = StagedWriteTensor(max_num_reqs, 1, np.int32)
+        self._num_computed_tokens = StagedWriteTensor(max_num_reqs, 1, np.int32)
+        self.all_token_ids = self._all_token_ids.table  # int32[N, M] prompt, then outputs
+        self.total_len = self._total_len.table[:, 0]  # int32[N] tokens known
+        self.num_computed_tokens = self._num_computed_tokens.table[:, 0]  # int32[N] tokens whose KV is written
+        self.last_sampled_tokens = np.zeros(max_num_reqs, np.int64)  # int64[N]
+        self.draft_tokens = np.zeros((max_num_reqs, num_speculative_tokens), np.int64)  # int64[N, K]
+        self.next_prefill_tokens = np.zeros((1, max_num_reqs), np.int32)  # int32[lookahead, N]
+        # -- tables that the host owns and the device only reads ----------------------------------------------
+        self.prompt_len = np.zeros(max_num_reqs, np.int32)  # int32[N]
+        self.prefill_len = np.zeros(max_num_reqs, np.int32)  # int32[N] prompt plus outputs known when added
+        # -- host mirror --------------------------------------------------------------------------------------
+        self.num_computed_tokens_np = np.zeros(max_num_reqs, np.int32)  # int32[N] upper bound
+
+    def add_request(
+        self, req_id: str, prompt_len: int, prefill_token_ids: Sequence[int], num_computed_tokens: int
+    ) -> int:
+        """Give the request a row and stage its tokens and counters; the row is readable after `apply`."""
+        row = self.free_rows.pop()
+        self.req_id_to_row[req_id] = row
+        self.row_to_req_id[row] = req_id
+        prefill_len = len(prefill_token_ids)
+        self.prompt_len[row] = prompt_len
+        self.prefill_len[row] = prefill_len
+        self._all_token_ids.stage_write(row, 0, prefill_token_ids)
+        self._total_len.stage_write_elem(row, prefill_len)
+        self._num_computed_tokens.stage_write_elem(row, num_computed_tokens)
+        self.num_computed_tokens_np[row] = num_computed_tokens
+        # Drafts of the row's last owner must not be verified for this one.
+        self.draft_tokens[row] = 0
+        return row
+
+    def remove_request(self, req_id: str) -> int | None:
+        """Free the request's row; None (and no change) for an id that is not held."""
+        row = self.req_id_to_row.pop(req_id, None)
+        if row is None:
+            return None
+        del self.row_to_req_id[row]
+        self.free_rows.append(row)
+        return row
+
+    def finish_requests(self, req_ids: Iterable[str]) -> list[str]:
+        """Free many, in sorted order, so that every rank pushes rows onto the stack alike. Returns those held."""
+        return [r for r in sorted(req_ids) if self.remove_request(r) is not None]
+
+    def apply_staged_writes(self) -> None:
+        self._all_token_ids.apply()
+        self._total_len.apply()
+        self._num_computed_tokens.apply()

@@ -1,0 +1,585 @@
+"""The NumPy model runner. `execute_model` and `sample_tokens` are the stages in call order, and little else.
+
+Twin: gpu_backend/runner.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+import runner_api
+from cpu_reference.async_output import AsyncOutput
+from cpu_reference.attn_metadata import AttentionMetadata, AttentionMetadataBuilder
+from cpu_reference.block_table import BlockTables, gather_block_tables
+from cpu_reference.input_batch import (
+    combine_sampled_and_draft_tokens,
+    count_sampled_and_rejected,
+    expand_idx_mapping,
+    post_update,
+    prepare_pos_seq_lens,
+    prepare_prefill_inputs,
+    prepare_query_start_loc,
+    sort_batch_req_ids,
+)
+from cpu_reference.kv_cache import allocate_kv_cache, copy_blocks, zero_blocks
+from cpu_reference.models import build_model
+from cpu_reference.request_state import RequestState
+from cpu_reference.sample.logprob import compute_logprobs
+from cpu_reference.sample.sampler import Sampler
+from cpu_reference.slot_mapping import compute_slot_mappings
+from cpu_reference.stages import cpu_stages
+from runner_api import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    BatchDescriptor,
+    CallOrderError,
+    Capability,
+    CapabilityError,
+    ConfigError,
+    CUDAGraphMode,
+    DraftTokenIds,
+    ForcedStep,
+    GrammarOutput,
+    IntermediateTensors,
+    KVCacheConfig,
+    KVCacheError,
+    KVCacheSpec,
+    ModelRunnerOutput,
+    PlanError,
+    PlanValidator,
+    RunnerConfig,
+    RunnerInfo,
+    SamplingParams,
+    SchedulerOutput,
+    StepRecord,
+)
+
+CAPABILITIES = frozenset(
+    {
+        Capability.GENERATE, Capability.STAGES, Capability.RECORD_LOGITS, Capability.RECORD_KV, Capability.POISON,
+        Capability.STATE_DIGEST, Capability.SEEDED_SAMPLING, Capability.TOP_K, Capability.TOP_P, Capability.MIN_P,
+        Capability.LOGPROBS, Capability.FORCED_STEP, Capability.PADDED_BATCH, Capability.MULTI_GROUP,
+        Capability.SLIDING_WINDOW, Capability.DRAFT_LAYOUT, Capability.ASYNC_OUTPUT, Capability.FLOAT64,
+        Capability.FLOAT32,
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class InputBatch:
+    """One step's inputs: host facts and views of the persistent buffers. R requests, L logits rows."""
+
+    req_ids: tuple[str, ...]
+    num_reqs: int
+    num_reqs_padded: int
+    num_tokens: int
+    num_tokens_padded: int
+    num_logits: int
+    num_scheduled_tokens: np.ndarray  # int32[R]
+    attn_metadata: dict[str, AttentionMetadata]
+
+
+class CpuModelRunner:
+    """See `runner_api.protocol.ModelRunner` for what each method promises."""
+
+    stages = staticmethod(cpu_stages)
+
+    def __init__(self, config: RunnerConfig) -> None:
+        if config.layout != "slots":
+            raise CapabilityError("layout", field="layout", got=config.layout, expected="'slots'")
+        if config.device not in ("auto", "cpu"):
+            raise CapabilityError("the cpu runner runs on the CPU", field="device", got=config.device, expected="'cpu'")
+        if config.dtype not in ("float32", "float64"):
+            raise CapabilityError("dtype", field="dtype", got=config.dtype, expected="'float32' or 'float64'")
+        if config.parallel.world_size != 1:
+            raise CapabilityError("several ranks", field="parallel", got=config.parallel, expected="one rank")
+        self.config = config
+        self._model: Any = None
+        self._ready = False
+        self._pending: tuple[InputBatch, np.ndarray] | None = None
+        self._record: StepRecord | None = None
+
+    def describe(self) -> RunnerInfo:
+        c = self.config
+        path = f"{type(self).__module__}.{type(self).__qualname__}"
+        return RunnerInfo("cpu", path, runner_api.__version__, "cpu", c.dtype, c.layout, c.noise, CAPABILITIES)
+
+    # -- start-up ---------------------------------------------------------------------------------------------
+
+    def load_model(self, model: Any) -> None:
+        self._model = build_model(model, self.config.dtype)
+
+    def get_kv_cache_specs(self) -> dict[str, KVCacheSpec]:
+        if self._model is None:
+            raise CallOrderError("no model is loaded", field="get_kv_cache_specs", hint="Call load_model first")
+        return self._model.kv_cache_specs()
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
+        c, specs = self.config, self.get_kv_cache_specs()
+        layers = [layer for group in kv_cache_config.groups for layer in group.layer_names]
+        if sorted(layers) != sorted(specs):
+            raise KVCacheError("layers differ from the model's", field="groups", got=layers, expected=sorted(specs))
+        reach = c.window_reach or tuple(group.spec.window_reach for group in kv_cache_config.groups)
+        if len(reach) != len(kv_cache_config.groups):
+            raise ConfigError(
+                "one entry per KV cache group", field="window_reach", got=reach,
+                expected=f"{len(kv_cache_config.groups)} entries",
+            )  # fmt: skip
+        for group in kv_cache_config.groups:
+            if group.kernel_block_size not in (None, group.spec.block_size):
+                raise CapabilityError(
+                    "kernel blocks of another size", field="kernel_block_size",
+                    got=group.kernel_block_size, expected=group.spec.block_size,
+                )  # fmt: skip
+        n, t, k = c.max_num_reqs, c.max_num_batched_tokens, c.num_speculative_tokens
+        self.kv_cache_config = kv_cache_config
+        self.kv_caches = allocate_kv_cache(kv_cache_config, np.dtype(c.dtype))
+        self.validator = PlanValidator(c, kv_cache_config, self._model.vocab_size, CAPABILITIES)
+        self.req_states = RequestState(n, c.max_model_len, k, c.initial_free_rows)
+        self.block_tables = BlockTables(kv_cache_config, n, t, c.max_model_len, reach)
+        self.sampler = Sampler(n, self._model.vocab_size, c.noise)
+        self.attn_metadata_builder = AttentionMetadataBuilder(kv_cache_config)
+        # Per-step buffers, at addresses that never change.
+        self.idx_mapping = np.zeros(n, np.int64)  # int64[N]
+        self.query_start_loc = np.zeros(n + 1, np.int32)  # int32[N+1]
+        self.seq_lens = np.zeros(n, np.int32)  # int32[N]
+        self.input_ids = np.zeros(t, np.int32)  # int32[T]
+        self.positions = np.zeros(t, np.int64)  # int64[T]
+        self.cu_num_logits = np.zeros(n + 1, np.int32)  # int32[N+1]
+        self.logits_indices = np.zeros(n * (1 + k), np.int64)  # int64[N*(1+K)]
+        self.expanded_idx_mapping = np.zeros(n * (1 + k), np.int64)  # int64[N*(1+K)]
+        self.expanded_local_pos = np.zeros(n * (1 + k), np.int32)  # int32[N*(1+K)]
+        self.num_sampled = np.zeros(n, np.int32)  # int32[N]
+        self.num_rejected = np.zeros(n, np.int32)  # int32[N]
+        self._ready = True
+
+    def capture_graphs(self) -> tuple[BatchDescriptor, ...]:
+        return ()
+
+    # -- one step ---------------------------------------------------------------------------------------------
+
+    def execute_model(
+        self,
+        plan: SchedulerOutput,
+        *,
+        descriptor: BatchDescriptor | None = None,
+        intermediate_tensors: IntermediateTensors | None = None,
+    ) -> None | ModelRunnerOutput | IntermediateTensors:
+        # 1 refuse what is impossible, before anything changes
+        self._check_call(intermediate_tensors)
+        self.validator.check(plan)
+        self._check_descriptor(plan, descriptor)
+        self.validator.commit(plan)
+        # 2 apply the plan to the rows
+        self._update_states(plan)
+        self._record = StepRecord(plan, runner=self.describe().line())
+        if plan.total_num_scheduled_tokens == 0:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        # 3 order the batch and build its inputs
+        batch = self._prepare_inputs(plan, descriptor)
+        # 4 block tables and slots
+        self._prepare_attn(batch)
+        # 5 what attention must know, once per group
+        batch = replace(batch, attn_metadata=self._build_attn_metadata(batch, descriptor))
+        # 6 run the model
+        intermediates: dict[str, np.ndarray] | None = {} if "intermediates" in self.config.record else None
+        tp = batch.num_tokens_padded
+        hidden_states = self._model.forward(
+            self.input_ids[:tp], self.positions[:tp], self.kv_caches, batch.attn_metadata, intermediates
+        )
+        self._record = self._record_inputs(plan, batch, descriptor, intermediates or {})
+        self._pending = (batch, hidden_states)
+        return None
+
+    def sample_tokens(
+        self, grammar: GrammarOutput | None = None, *, forced: ForcedStep | None = None
+    ) -> AsyncOutput:
+        if self._pending is None:
+            raise CallOrderError(
+                "no step is waiting for its tokens", field="sample_tokens", hint="Call execute_model with a plan first"
+            )
+        if grammar is not None:
+            raise CapabilityError("grammars are not offered", field="grammar")
+        batch, hidden_states = self._pending
+        r, num_logits = batch.num_reqs, batch.num_logits
+        self._check_forced(batch, forced)
+        # 1 logits of the rows that get them
+        rows = self.logits_indices[:num_logits]
+        logits = self._model.compute_logits(hidden_states[rows])
+        if forced is not None and forced.logits is not None:
+            logits = forced.logits.astype(logits.dtype)
+        # 2 draw
+        drawn = self.sampler.sample(
+            logits, self.expanded_idx_mapping[:num_logits], self.positions[rows],
+            keep_scores="logits" in self.config.record,
+        )  # fmt: skip
+        token_ids, own = self._outcome(batch, drawn.sampled, forced)
+        # 3 unfinished prefills sample nothing
+        count_sampled_and_rejected(
+            self.idx_mapping, self.seq_lens, self.req_states.prefill_len, self.cu_num_logits, r,
+            self.num_sampled, self.num_rejected,
+        )  # fmt: skip
+        # 4 log probabilities of what was taken, from the unprocessed logits
+        width = self.sampler.logprobs_width(self.idx_mapping[:r])
+        logprobs = compute_logprobs(logits, token_ids[:, 0], width) if width >= 0 and num_logits == r else None
+        # 5 the copy out starts before the state changes
+        output = AsyncOutput(batch.req_ids, token_ids, self.num_sampled[:r], logprobs)
+        self._record_outcome(batch, logits, own, forced, drawn.scores, logprobs)
+        # 6 advance the rows
+        post_update(
+            self.idx_mapping, self.query_start_loc, token_ids, self.num_sampled, self.num_rejected, r,
+            self.req_states.last_sampled_tokens, self.req_states.total_len, self.req_states.all_token_ids,
+            self.req_states.num_computed_tokens,
+        )  # fmt: skip
+        if forced is not None and forced.draft_token_ids is not None:
+            self.req_states.draft_tokens[self.idx_mapping[:r]] = forced.draft_token_ids
+        self._record_kv(batch)
+        self._pending = None
+        return output
+
+    def pool(self) -> AsyncOutput:
+        raise CapabilityError("pooling is not offered", field="pool")
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        return None
+
+    def last_step(self) -> StepRecord:
+        if self._record is None:
+            raise CallOrderError("no step has run", field="last_step", hint="Call execute_model first")
+        return self._record
+
+    def shutdown(self) -> None:
+        self._ready = False
+        self._pending = None
+        self.kv_caches = {}
+
+    # -- the parts of execute_model ---------------------------------------------------------------------------
+
+    def _check_call(self, intermediate_tensors: IntermediateTensors | None) -> None:
+        if not self._ready:
+            raise CallOrderError(
+                "the runner has no KV cache", field="execute_model", hint="Call load_model and initialize_kv_cache first"
+            )
+        if self._pending is not None:
+            raise CallOrderError(
+                "the previous step has not been sampled", field="execute_model", hint="Call sample_tokens first"
+            )
+        if intermediate_tensors is not None:
+            raise CapabilityError("pipeline stages are not offered", field="intermediate_tensors")
+
+    def _check_descriptor(self, plan: SchedulerOutput, descriptor: BatchDescriptor | None) -> None:
+        if descriptor is None or plan.total_num_scheduled_tokens == 0:
+            return
+        d, c = descriptor, self.config
+        counts = plan.num_scheduled_tokens
+        limits = {
+            "num_tokens": (d.num_tokens, plan.total_num_scheduled_tokens, c.max_num_batched_tokens),
+            "num_reqs": (len(counts) if d.num_reqs is None else d.num_reqs, len(counts), c.max_num_reqs),
+        }
+        for name, (got, low, high) in limits.items():
+            if not low <= got <= high:
+                raise PlanError(
+                    "padded size", code="MR-ERR-043", field=f"descriptor.{name}", got=got, expected=f"{low} .. {high}"
+                )
+        if d.num_active_loras or d.num_ubatches != 1:
+            raise CapabilityError("adapters and micro-batches are not offered", field="descriptor", got=d)
+        uniform, longest = d.uniform_token_count, max(counts.values())
+        if uniform is not None and set(counts.values()) != {uniform}:
+            raise PlanError(
+                "not a uniform batch", code="MR-ERR-043", field="descriptor.uniform_token_count",
+                got=sorted(set(counts.values())), expected=uniform,
+            )  # fmt: skip
+        if d.max_query_len is not None and longest > d.max_query_len:
+            raise PlanError(
+                "query longer than the bound", code="MR-ERR-043", field="descriptor.max_query_len",
+                got=longest, expected=f"at most {d.max_query_len}",
+            )  # fmt: skip
+
+    def _update_states(self, plan: SchedulerOutput) -> None:
+        states, tables = self.req_states, self.block_tables
+        # 1 finished and preempted requests leave their rows
+        states.finish_requests(plan.finished_req_ids | plan.preempted_req_ids)
+        # 2 new ones take rows
+        for new in plan.scheduled_new_reqs:
+            row = states.add_request(new.req_id, new.prompt_len, new.prefill_token_ids, new.num_computed_tokens)
+            tables.append_block_ids(row, new.block_ids, overwrite=True)
+            self.sampler.add_request(row, new.sampling_params or SamplingParams(temperature=0.0), new.seed)
+        # 3 the others get their new blocks; the device's own counter is never written from the plan
+        cached = plan.scheduled_cached_reqs
+        for req_id, computed, block_ids in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
+            row = states.req_id_to_row[req_id]
+            states.num_computed_tokens_np[row] = computed
+            if block_ids is not None:
+                tables.append_block_ids(row, block_ids, overwrite=False)
+        # 4 staged rows are written
+        states.apply_staged_writes()
+        tables.apply_staged_writes()
+        # 5 blank fresh blocks, then copy shared ones
+        if plan.new_block_ids_to_zero:
+            zero_blocks(self.kv_caches.values(), plan.new_block_ids_to_zero)
+        if plan.kv_cache_block_copies:
+            copy_blocks(self.kv_caches.values(), plan.kv_cache_block_copies)
+
+    def _prepare_inputs(self, plan: SchedulerOutput, descriptor: BatchDescriptor | None) -> InputBatch:
+        states = self.req_states
+        drafts, counts = plan.scheduled_spec_decode_tokens, plan.num_scheduled_tokens
+        # 1 batch order
+        req_ids = sort_batch_req_ids(counts, drafts, 1 + self.config.num_speculative_tokens)
+        r, t = len(req_ids), plan.total_num_scheduled_tokens
+        num_scheduled = np.array([counts[i] for i in req_ids], np.int32)
+        num_logits = np.array([1 + len(drafts.get(i, ())) for i in req_ids], np.int32)
+        # 2 the row of each request
+        self.idx_mapping[:r] = [states.req_id_to_row[i] for i in req_ids]
+        rows = self.idx_mapping[:r]
+        # 3 run boundaries of tokens and of logits
+        prepare_query_start_loc(num_scheduled, r, self.query_start_loc)
+        prepare_query_start_loc(num_logits, r, self.cu_num_logits)
+        expand_idx_mapping(
+            self.idx_mapping, self.cu_num_logits, r, self.expanded_idx_mapping, self.expanded_local_pos
+        )
+        # 4 known tokens
+        if (states.num_computed_tokens_np[rows] < states.prefill_len[rows]).any():
+            prepare_prefill_inputs(
+                self.idx_mapping, self.query_start_loc, states.all_token_ids, states.prefill_len,
+                states.num_computed_tokens, r, self.input_ids, states.next_prefill_tokens,
+            )  # fmt: skip
+        # 5 positions and lengths
+        prepare_pos_seq_lens(
+            self.idx_mapping, self.query_start_loc, states.num_computed_tokens, r, self.positions, self.seq_lens
+        )
+        # 6 sampled tokens, drafts, logits rows
+        combine_sampled_and_draft_tokens(
+            self.idx_mapping, self.query_start_loc, self.seq_lens, states.prefill_len, states.last_sampled_tokens,
+            states.draft_tokens, self.cu_num_logits, r, self.input_ids, self.logits_indices,
+        )  # fmt: skip
+        reqs_padded = descriptor.num_reqs if descriptor and descriptor.num_reqs else r
+        tokens_padded = descriptor.num_tokens if descriptor else t
+        return InputBatch(
+            tuple(req_ids), r, reqs_padded, t, tokens_padded, int(num_logits.sum()), num_scheduled, {}
+        )
+
+    def _prepare_attn(self, batch: InputBatch) -> None:
+        tables, states = self.block_tables, self.req_states
+        gather_block_tables(
+            self.idx_mapping, states.num_computed_tokens, tables.num_blocks, tables.block_sizes, tables.window_reach,
+            batch.num_reqs, tables.rows_to_fill(batch.num_reqs, batch.num_reqs_padded),
+            tables.block_tables, tables.input_block_tables,
+        )  # fmt: skip
+        compute_slot_mappings(
+            self.idx_mapping, self.query_start_loc, self.positions, tables.block_sizes, tables.slot_mapping_enabled,
+            batch.num_reqs, tables.block_tables, tables.slot_mappings,
+        )  # fmt: skip
+
+    def _build_attn_metadata(
+        self, batch: InputBatch, descriptor: BatchDescriptor | None
+    ) -> dict[str, AttentionMetadata]:
+        # Only a full graph fixes the number of requests and tokens that attention is launched for.
+        full = descriptor is not None and descriptor.cg_mode is CUDAGraphMode.FULL
+        r = batch.num_reqs_padded if full else batch.num_reqs
+        t = batch.num_tokens_padded if full else batch.num_tokens
+        rows = self.idx_mapping[: batch.num_reqs]
+        upper_bound = self.req_states.num_computed_tokens_np[rows] + batch.num_scheduled_tokens
+        return self.attn_metadata_builder.build(
+            self.query_start_loc, self.seq_lens, self.block_tables.input_block_tables,
+            self.block_tables.slot_mappings, r, t, batch.num_tokens_padded,
+            int(batch.num_scheduled_tokens.max()), int(upper_bound.max()),
+        )  # fmt: skip
+
+    # -- the parts of sample_tokens ---------------------------------------------------------------------------
+
+    def _check_forced(self, batch: InputBatch, forced: ForcedStep | None) -> None:
+        r, k = batch.num_reqs, self.config.num_speculative_tokens
+        if forced is None:
+            if batch.num_logits != r:
+                raise CapabilityError(
+                    "drafts are not verified here", field="sample_tokens", hint="Give their outcome as a ForcedStep"
+                )
+            return
+        shapes = {
+            "token_ids": (forced.token_ids, (r, 1 + k)),
+            "num_sampled": (forced.num_sampled, (r,)),
+            "draft_token_ids": (forced.draft_token_ids, (r, k)),
+            "logits": (forced.logits, (batch.num_logits, self._model.vocab_size)),
+        }
+        for name, (array, shape) in shapes.items():
+            if array is not None and np.shape(array) != shape:
+                raise PlanError(
+                    "shape", code="MR-ERR-044", field=f"forced.{name}", got=np.shape(array), expected=shape
+                )
+        most = np.diff(self.cu_num_logits[: r + 1])
+        unfinished = self.seq_lens[:r] < self.req_states.prefill_len[self.idx_mapping[:r]]
+        n = np.asarray(forced.num_sampled)
+        if ((n < np.where(unfinished, 0, 1)) | (n > np.where(unfinished, 0, most))).any():
+            raise PlanError(
+                "number of sampled tokens", code="MR-ERR-045", field="forced.num_sampled", got=n.tolist(),
+                expected=f"0 for unfinished prefills, otherwise 1 .. {most.tolist()}",
+            )  # fmt: skip
+        taken = np.asarray(forced.token_ids)[np.arange(1 + k)[None, :] < n[:, None]]
+        if taken.size and not (0 <= taken.min() and taken.max() < self._model.vocab_size):
+            raise PlanError(
+                "token id out of range", code="MR-ERR-025", field="forced.token_ids", got=taken.tolist(),
+                expected=f"0 <= id < {self._model.vocab_size}",
+            )  # fmt: skip
+
+    def _outcome(
+        self, batch: InputBatch, sampled: np.ndarray, forced: ForcedStep | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens that enter the state, tokens that this runner drew), both int64[R, 1+K]; sets num_sampled.
+
+        With drafts the runner's own draw is its choice after each logits row; what of it counts is the outcome's."""
+        r = batch.num_reqs
+        own = np.zeros((r, 1 + self.config.num_speculative_tokens), np.int64)
+        local = self.expanded_local_pos[: batch.num_logits]
+        owner = np.repeat(np.arange(r), np.diff(self.cu_num_logits[: r + 1]))
+        own[owner, local] = sampled
+        if forced is None:
+            self.num_sampled[:r] = 1
+            return own, own
+        self.num_sampled[:r] = forced.num_sampled
+        return np.asarray(forced.token_ids, np.int64), own
+
+    # -- records ----------------------------------------------------------------------------------------------
+
+    def _record_inputs(
+        self, plan: SchedulerOutput, batch: InputBatch, descriptor: BatchDescriptor | None, intermediates: dict[str, Any]
+    ) -> StepRecord:
+        r, rp, t, tp, n = batch.num_reqs, batch.num_reqs_padded, batch.num_tokens, batch.num_tokens_padded, batch.num_logits
+        rows = self.idx_mapping[:r]
+        tables = self.block_tables
+        return StepRecord(
+            plan, r, rp, t, tp,
+            descriptor or BatchDescriptor(CUDAGraphMode.NONE, t, r),
+            batch.req_ids,
+            rows.copy(),
+            self.query_start_loc[: rp + 1].copy(),
+            self.seq_lens[:rp].copy(),
+            self.input_ids[:t].copy(),
+            self.positions[:t].copy(),
+            self.logits_indices[:n].copy(),
+            self.cu_num_logits[: r + 1].copy(),
+            self.expanded_idx_mapping[:n].copy(),
+            self.expanded_local_pos[:n].copy(),
+            tuple(
+                tuple(table[i, : tables.num_blocks[g, rows[i]]].copy() for i in range(r))
+                + tuple(table[i].copy() for i in range(r, rp))
+                for g, table in enumerate(tables.input_block_tables)
+            ),
+            tables.slot_mappings[:, :tp].copy(),
+            self.sampler.seeds[rows].copy(),
+            self.req_states.draft_tokens[rows].copy() if self.config.num_speculative_tokens else None,
+            intermediates=intermediates,
+            runner=self.describe().line(),
+        )  # fmt: skip
+
+    def _record_outcome(
+        self, batch: InputBatch, logits: np.ndarray, own: np.ndarray, forced: ForcedStep | None,
+        scores: np.ndarray | None, logprobs: Any,
+    ) -> None:  # fmt: skip
+        assert self._record is not None
+        r = batch.num_reqs
+        intermediates = self._record.intermediates | ({} if scores is None else {"scores": scores})
+        self._record = replace(
+            self._record,
+            token_ids=own,
+            num_sampled=self.num_sampled[:r].copy(),
+            num_rejected=self.num_rejected[:r].copy(),
+            forced_token_ids=None if forced is None else np.array(forced.token_ids, np.int64),
+            logits=logits.copy() if "logits" in self.config.record else None,
+            intermediates=intermediates,
+            logprob_token_ids=None if logprobs is None else logprobs.token_ids,
+            logprobs=None if logprobs is None else logprobs.logprobs,
+            ranks=None if logprobs is None else logprobs.ranks,
+        )
+
+    def _record_kv(self, batch: InputBatch) -> None:
+        if "kv" in self.config.record:
+            assert self._record is not None
+            self._record = replace(self._record, kv={r: self.request_kv(r) for r in batch.req_ids})
+
+    def request_kv(self, req_id: str) -> np.ndarray:
+        """A live request's KV by logical position: [layers, 2, computed, heads, head_size]; for the witness model
+        int64[groups, computed, 2]."""
+        row = self.req_states.req_id_to_row[req_id]
+        n = int(self.req_states.num_computed_tokens[row])
+        parts = []
+        for g, group in enumerate(self.kv_cache_config.groups):
+            size, reach = group.spec.block_size, self.block_tables.window_reach[g]
+            position = np.arange(n)
+            block = self.block_tables.block_tables[g][row, position // size]
+            for layer in group.layer_names:
+                pair = np.stack([cache[block, position % size] for cache in self.kv_caches[layer]])
+                if reach > 0:  # behind the window the blocks may be somebody else's
+                    pair[:, : max(n - reach, 0)] = 0
+                parts.append(pair)
+        stacked = np.stack(parts)
+        return stacked[..., 0, 0].swapaxes(1, 2) if stacked.dtype == np.int64 else stacked
+
+    # -- for the judge ----------------------------------------------------------------------------------------
+
+    def poison_unused(self, value: int = -77, keep_blocks: Collection[int] = ()) -> None:
+        """Fill what no later step may read: free rows, columns and places past a row's end, buffer tails, free blocks.
+
+        `keep_blocks`: blocks that belong to no live request but may be handed out again with their contents (a prefix
+        cache's). Float caches get NaN, except in the null block, which padding may read.
+        """
+        states, tables = self.req_states, self.block_tables
+        for row in range(self.config.max_num_reqs):
+            live = row in states.row_to_req_id
+            known = int(states.total_len[row]) if live else 0
+            states.all_token_ids[row, known:] = value
+            for g, table in enumerate(tables.block_tables):
+                table[row, int(tables.num_blocks[g, row]) if live else 0 :] = value
+            if not live:
+                states.last_sampled_tokens[row] = states.draft_tokens[row] = value
+                for a in (states.total_len, states.num_computed_tokens, states.prompt_len, states.prefill_len):
+                    a[row] = value
+        for buffer in (self.input_ids, self.positions, self.seq_lens, self.query_start_loc, self.logits_indices,
+                       self.idx_mapping, self.cu_num_logits, tables.slot_mappings, self.expanded_idx_mapping):  # fmt: skip
+            buffer[...] = value
+        # Gathered tables: rows that are known to be blank stay so, the rest must be written before it is read.
+        for table in tables.input_block_tables:
+            table[: tables._num_dirty_rows] = value
+        self._poison_kv(value, set(keep_blocks))
+
+    def _poison_kv(self, value: int, keep_blocks: set[int]) -> None:
+        states, tables = self.req_states, self.block_tables
+        for g, group in enumerate(self.kv_cache_config.groups):
+            size = group.spec.block_size
+            used = np.zeros((self.kv_cache_config.num_blocks, size), bool)
+            used[[0, *keep_blocks]] = True
+            for row in states.row_to_req_id:
+                n = int(states.num_computed_tokens[row])
+                position = np.arange(n)
+                used[tables.block_tables[g][row, position // size], position % size] = True
+            for layer in group.layer_names:
+                for cache in self.kv_caches[layer]:
+                    cache[~used] = value if cache.dtype == np.int64 else np.nan
+
+    def state_digest(self) -> Mapping[str, str]:
+        """SHA-256 of each part of the state, over defined elements only: rows, counters, tokens, blocks, KV."""
+        states, tables = self.req_states, self.block_tables
+        parts: dict[str, Any] = {"rows": sorted(states.req_id_to_row.items()), "free_rows": states.free_rows}
+        for req_id, row in sorted(states.req_id_to_row.items()):
+            n = int(states.total_len[row])
+            parts[f"request {req_id}"] = [
+                int(a[row])
+                for a in (states.prompt_len, states.prefill_len, states.total_len, states.num_computed_tokens)
+            ] + [states.all_token_ids[row, :n].tolist(), states.draft_tokens[row].tolist()]
+            parts[f"blocks {req_id}"] = [
+                t[row, : tables.num_blocks[g, row]].tolist() for g, t in enumerate(tables.block_tables)
+            ]
+            s = self.sampler
+            parts[f"sampling {req_id}"] = [
+                float(a[row]) for a in (s.temperature, s.top_p, s.min_p)
+            ] + [int(a[row]) for a in (s.top_k, s.seeds, s.num_logprobs)]
+            parts[f"kv {req_id}"] = self.request_kv(req_id).tobytes()
+        return {
+            name: hashlib.sha256(p if isinstance(p, bytes) else repr(p).encode()).hexdigest()
+            for name, p in parts.items()
+        }

@@ -1,0 +1,50 @@
+"""The draw: argmax of logits plus noise, which samples from their softmax. Twin: gpu_backend/sample/gumbel.py."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cpu_reference.sample.noise import gumbel_noise
+
+
+def gumbel_scores(
+    expanded_idx_mapping: np.ndarray,
+    positions: np.ndarray,
+    temperature: np.ndarray,
+    seeds: np.ndarray,
+    noise: str,
+    num_logits: int,
+    logits: np.ndarray,
+) -> np.ndarray:
+    """Logits plus Gumbel noise keyed by (seed, position, token id), float64[L, V]; greedy rows get none.
+
+    Shapes: expanded_idx_mapping: int64[>= L]; positions: int64[L] of each row's input token; temperature: float32[N],
+    seeds: int64[N] by row; logits: float[L, V], already divided by the temperature.
+    """
+    # 1 each row's parameters
+    rows = expanded_idx_mapping[:num_logits]
+    random = temperature[rows] != 0
+    scores = logits[:num_logits].astype(np.float64)
+    # 2 noise where the row is not greedy
+    if random.any():
+        scores[random] += gumbel_noise(seeds[rows][random], positions[:num_logits][random], logits.shape[1], noise)
+    return scores
+
+
+def gumbel_sample(
+    expanded_idx_mapping: np.ndarray,
+    positions: np.ndarray,
+    temperature: np.ndarray,
+    seeds: np.ndarray,
+    noise: str,
+    num_logits: int,
+    logits: np.ndarray,
+    sampled: np.ndarray,
+) -> None:
+    """The token of each logits row: the highest score, ties to the lowest id.
+
+    Shapes: as `gumbel_scores`; sampled: int64[>= L]. Writes: sampled[:L].
+    """
+    scores = gumbel_scores(expanded_idx_mapping, positions, temperature, seeds, noise, num_logits, logits)
+    # 3 the best score; argmax takes the first of equals
+    sampled[:num_logits] = scores.argmax(axis=1)

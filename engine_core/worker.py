@@ -1,0 +1,98 @@
+"""One rank: builds a runner, brings it up in the order that memory accounting needs, and passes steps to it.
+
+Order: device, model, KV cache specs, free memory, KV cache, graphs. Knows the runner by its name only.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from runner_api import (
+    AsyncModelRunnerOutput,
+    BatchDescriptor,
+    CallOrderError,
+    DraftTokenIds,
+    GrammarOutput,
+    KVCacheConfig,
+    KVCacheSpec,
+    ModelRunner,
+    RunnerConfig,
+    RunnerInfo,
+    SchedulerOutput,
+    load_runner,
+)
+
+# Of the host memory that is free at start-up, for a runner that does not measure its own: the rest is for activations
+# and for whoever else lives on the machine.
+HOST_MEMORY_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """runner: a name or `package.module:factory`; model: whatever the runner's `load_model` takes."""
+
+    runner: str
+    model: Any
+    runner_config: RunnerConfig = field(default_factory=RunnerConfig)
+
+
+class Worker:
+    """The methods here are what `Executor.collective_rpc` can call by name."""
+
+    def __init__(self, config: WorkerConfig, rank: int = 0) -> None:
+        self.config = config
+        self.rank = rank
+        self._runner: ModelRunner | None = None
+
+    @property
+    def runner(self) -> ModelRunner:
+        if self._runner is None:
+            raise CallOrderError("the worker has no runner", field="worker", expected="init_device first")
+        return self._runner
+
+    def init_device(self) -> None:
+        """Build the runner, which takes its device."""
+        self._runner = load_runner(self.config.runner, self.config.runner_config)
+
+    def load_model(self) -> None:
+        self.runner.load_model(self.config.model)
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        return self.runner.get_kv_cache_specs()
+
+    def determine_available_memory(self) -> int:
+        """Bytes for the KV cache: the runner's own measure if it has one, else a share of free host memory."""
+        measure = getattr(self.runner, "determine_available_memory", None)
+        if measure is not None:
+            return int(measure())
+        return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * HOST_MEMORY_SHARE)
+
+    def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
+        """Allocate the KV cache described by this rank's entry."""
+        self.runner.initialize_kv_cache(kv_cache_configs[self.rank])
+
+    def compile_or_warm_up_model(self) -> tuple[BatchDescriptor, ...]:
+        return self.runner.capture_graphs()
+
+    def describe(self) -> RunnerInfo:
+        return self.runner.describe()
+
+    def execute_model(self, plan: SchedulerOutput) -> Any:
+        return self.runner.execute_model(plan)
+
+    def sample_tokens(self, grammar: GrammarOutput | None = None) -> AsyncModelRunnerOutput:
+        return self.runner.sample_tokens(grammar)
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        return self.runner.take_draft_token_ids()
+
+    def check_health(self) -> None:
+        """A worker that answers is healthy."""
+        assert self.runner is not None
+
+    def shutdown(self) -> None:
+        if self._runner is not None:
+            self._runner.shutdown()
+            self._runner = None
