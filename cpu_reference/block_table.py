@@ -77,7 +77,7 @@ class BlockTables:
         self.input_block_tables = [np.zeros((max_num_reqs, w), np.int32) for w in widths]  # by batch index
         self.slot_mappings = np.zeros((len(specs), max_num_batched_tokens), np.int64)  # int64[G, T]
         # Rows of the gathered tables that may hold something: a smaller batch must blank what a larger one left.
-        self._num_dirty_rows = 0
+        self.num_dirty_rows = 0
 
     def append_block_ids(self, row: int, block_ids: Sequence[Sequence[int]], *, overwrite: bool) -> None:
         """Stage a request's new blocks: behind the ones it has, or in place of them."""
@@ -97,6 +97,6 @@ class BlockTables:
 
     def rows_to_fill(self, num_reqs: int, num_reqs_padded: int) -> int:
         """How many rows the next gather must define; remembers how many it leaves dirty."""
-        rows = max(num_reqs_padded, self._num_dirty_rows)
-        self._num_dirty_rows = num_reqs
+        rows = max(num_reqs_padded, self.num_dirty_rows)
+        self.num_dirty_rows = num_reqs
         return rows

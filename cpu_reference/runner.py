@@ -5,7 +5,6 @@ Twin: gpu_backend/runner.py.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 import runner_api
+from cpu_reference import inspection
 from cpu_reference.async_output import AsyncOutput
 from cpu_reference.attn_metadata import AttentionMetadata, AttentionMetadataBuilder
 from cpu_reference.block_table import BlockTables, gather_block_tables
@@ -168,7 +168,7 @@ class CpuModelRunner:
         *,
         descriptor: BatchDescriptor | None = None,
         intermediate_tensors: IntermediateTensors | None = None,
-    ) -> None | ModelRunnerOutput | IntermediateTensors:
+    ) -> ModelRunnerOutput | IntermediateTensors | None:
         # 1 refuse what is impossible, before anything changes
         self._check_call(intermediate_tensors)
         self.validator.check(plan)
@@ -191,7 +191,7 @@ class CpuModelRunner:
         hidden_states = self._model.forward(
             self.input_ids[:tp], self.positions[:tp], self.kv_caches, batch.attn_metadata, intermediates
         )
-        self._record = self._record_inputs(plan, batch, descriptor, intermediates or {})
+        self._record = inspection.record_inputs(self, plan, batch, descriptor, intermediates or {})
         self._pending = (batch, hidden_states)
         return None
 
@@ -228,7 +228,8 @@ class CpuModelRunner:
         logprobs = compute_logprobs(logits, token_ids[:, 0], width) if width >= 0 and num_logits == r else None
         # 5 the copy out starts before the state changes
         output = AsyncOutput(batch.req_ids, token_ids, self.num_sampled[:r], logprobs)
-        self._record_outcome(batch, logits, own, forced, drawn.scores, logprobs)
+        outcome = inspection.record_outcome(self, batch, logits, own, forced, drawn.scores, logprobs)
+        self._record = replace(self.last_step(), **outcome)
         # 6 advance the rows
         post_update(
             self.idx_mapping, self.query_start_loc, token_ids, self.num_sampled, self.num_rejected, r,
@@ -237,7 +238,9 @@ class CpuModelRunner:
         )  # fmt: skip
         if forced is not None and forced.draft_token_ids is not None:
             self.req_states.draft_tokens[self.idx_mapping[:r]] = forced.draft_token_ids
-        self._record_kv(batch)
+        if "kv" in self.config.record:
+            kv = {req_id: inspection.request_kv(self, req_id) for req_id in batch.req_ids}
+            self._record = replace(self._record, kv=kv)
         self._pending = None
         return output
 
@@ -251,6 +254,12 @@ class CpuModelRunner:
         if self._record is None:
             raise CallOrderError("no step has run", field="last_step", hint="Call execute_model first")
         return self._record
+
+    def poison_unused(self, value: int = -77, keep_blocks: Collection[int] = ()) -> None:
+        inspection.poison_unused(self, value, keep_blocks)
+
+    def state_digest(self) -> Mapping[str, str]:
+        return inspection.state_digest(self)
 
     def shutdown(self) -> None:
         self._ready = False
@@ -421,7 +430,7 @@ class CpuModelRunner:
                 expected=f"0 for unfinished prefills, otherwise 1 .. {most.tolist()}",
             )  # fmt: skip
         taken = np.asarray(forced.token_ids)[np.arange(1 + k)[None, :] < n[:, None]]
-        if taken.size and not (0 <= taken.min() and taken.max() < self._model.vocab_size):
+        if taken.size and not (taken.min() >= 0 and taken.max() < self._model.vocab_size):
             raise PlanError(
                 "token id out of range", code="MR-ERR-025", field="forced.token_ids", got=taken.tolist(),
                 expected=f"0 <= id < {self._model.vocab_size}",
@@ -443,143 +452,3 @@ class CpuModelRunner:
             return own, own
         self.num_sampled[:r] = forced.num_sampled
         return np.asarray(forced.token_ids, np.int64), own
-
-    # -- records ----------------------------------------------------------------------------------------------
-
-    def _record_inputs(
-        self, plan: SchedulerOutput, batch: InputBatch, descriptor: BatchDescriptor | None, intermediates: dict[str, Any]
-    ) -> StepRecord:
-        r, rp, t, tp, n = batch.num_reqs, batch.num_reqs_padded, batch.num_tokens, batch.num_tokens_padded, batch.num_logits
-        rows = self.idx_mapping[:r]
-        tables = self.block_tables
-        return StepRecord(
-            plan, r, rp, t, tp,
-            descriptor or BatchDescriptor(CUDAGraphMode.NONE, t, r),
-            batch.req_ids,
-            rows.copy(),
-            self.query_start_loc[: rp + 1].copy(),
-            self.seq_lens[:rp].copy(),
-            self.input_ids[:t].copy(),
-            self.positions[:t].copy(),
-            self.logits_indices[:n].copy(),
-            self.cu_num_logits[: r + 1].copy(),
-            self.expanded_idx_mapping[:n].copy(),
-            self.expanded_local_pos[:n].copy(),
-            tuple(
-                tuple(table[i, : tables.num_blocks[g, rows[i]]].copy() for i in range(r))
-                + tuple(table[i].copy() for i in range(r, rp))
-                for g, table in enumerate(tables.input_block_tables)
-            ),
-            tables.slot_mappings[:, :tp].copy(),
-            self.sampler.seeds[rows].copy(),
-            self.req_states.draft_tokens[rows].copy() if self.config.num_speculative_tokens else None,
-            intermediates=intermediates,
-            runner=self.describe().line(),
-        )  # fmt: skip
-
-    def _record_outcome(
-        self, batch: InputBatch, logits: np.ndarray, own: np.ndarray, forced: ForcedStep | None,
-        scores: np.ndarray | None, logprobs: Any,
-    ) -> None:  # fmt: skip
-        assert self._record is not None
-        r = batch.num_reqs
-        intermediates = self._record.intermediates | ({} if scores is None else {"scores": scores})
-        self._record = replace(
-            self._record,
-            token_ids=own,
-            num_sampled=self.num_sampled[:r].copy(),
-            num_rejected=self.num_rejected[:r].copy(),
-            forced_token_ids=None if forced is None else np.array(forced.token_ids, np.int64),
-            logits=logits.copy() if "logits" in self.config.record else None,
-            intermediates=intermediates,
-            logprob_token_ids=None if logprobs is None else logprobs.token_ids,
-            logprobs=None if logprobs is None else logprobs.logprobs,
-            ranks=None if logprobs is None else logprobs.ranks,
-        )
-
-    def _record_kv(self, batch: InputBatch) -> None:
-        if "kv" in self.config.record:
-            assert self._record is not None
-            self._record = replace(self._record, kv={r: self.request_kv(r) for r in batch.req_ids})
-
-    def request_kv(self, req_id: str) -> np.ndarray:
-        """A live request's KV by logical position: [layers, 2, computed, heads, head_size]; for the witness model
-        int64[groups, computed, 2]."""
-        row = self.req_states.req_id_to_row[req_id]
-        n = int(self.req_states.num_computed_tokens[row])
-        parts = []
-        for g, group in enumerate(self.kv_cache_config.groups):
-            size, reach = group.spec.block_size, self.block_tables.window_reach[g]
-            position = np.arange(n)
-            block = self.block_tables.block_tables[g][row, position // size]
-            for layer in group.layer_names:
-                pair = np.stack([cache[block, position % size] for cache in self.kv_caches[layer]])
-                if reach > 0:  # behind the window the blocks may be somebody else's
-                    pair[:, : max(n - reach, 0)] = 0
-                parts.append(pair)
-        stacked = np.stack(parts)
-        return stacked[..., 0, 0].swapaxes(1, 2) if stacked.dtype == np.int64 else stacked
-
-    # -- for the judge ----------------------------------------------------------------------------------------
-
-    def poison_unused(self, value: int = -77, keep_blocks: Collection[int] = ()) -> None:
-        """Fill what no later step may read: free rows, columns and places past a row's end, buffer tails, free blocks.
-
-        `keep_blocks`: blocks that belong to no live request but may be handed out again with their contents (a prefix
-        cache's). Float caches get NaN, except in the null block, which padding may read.
-        """
-        states, tables = self.req_states, self.block_tables
-        for row in range(self.config.max_num_reqs):
-            live = row in states.row_to_req_id
-            known = int(states.total_len[row]) if live else 0
-            states.all_token_ids[row, known:] = value
-            for g, table in enumerate(tables.block_tables):
-                table[row, int(tables.num_blocks[g, row]) if live else 0 :] = value
-            if not live:
-                states.last_sampled_tokens[row] = states.draft_tokens[row] = value
-                for a in (states.total_len, states.num_computed_tokens, states.prompt_len, states.prefill_len):
-                    a[row] = value
-        for buffer in (self.input_ids, self.positions, self.seq_lens, self.query_start_loc, self.logits_indices,
-                       self.idx_mapping, self.cu_num_logits, tables.slot_mappings, self.expanded_idx_mapping):  # fmt: skip
-            buffer[...] = value
-        # Gathered tables: rows that are known to be blank stay so, the rest must be written before it is read.
-        for table in tables.input_block_tables:
-            table[: tables._num_dirty_rows] = value
-        self._poison_kv(value, set(keep_blocks))
-
-    def _poison_kv(self, value: int, keep_blocks: set[int]) -> None:
-        states, tables = self.req_states, self.block_tables
-        for g, group in enumerate(self.kv_cache_config.groups):
-            size = group.spec.block_size
-            used = np.zeros((self.kv_cache_config.num_blocks, size), bool)
-            used[[0, *keep_blocks]] = True
-            for row in states.row_to_req_id:
-                n = int(states.num_computed_tokens[row])
-                position = np.arange(n)
-                used[tables.block_tables[g][row, position // size], position % size] = True
-            for layer in group.layer_names:
-                for cache in self.kv_caches[layer]:
-                    cache[~used] = value if cache.dtype == np.int64 else np.nan
-
-    def state_digest(self) -> Mapping[str, str]:
-        """SHA-256 of each part of the state, over defined elements only: rows, counters, tokens, blocks, KV."""
-        states, tables = self.req_states, self.block_tables
-        parts: dict[str, Any] = {"rows": sorted(states.req_id_to_row.items()), "free_rows": states.free_rows}
-        for req_id, row in sorted(states.req_id_to_row.items()):
-            n = int(states.total_len[row])
-            parts[f"request {req_id}"] = [
-                int(a[row])
-                for a in (states.prompt_len, states.prefill_len, states.total_len, states.num_computed_tokens)
-            ] + [states.all_token_ids[row, :n].tolist(), states.draft_tokens[row].tolist()]
-            parts[f"blocks {req_id}"] = [
-                t[row, : tables.num_blocks[g, row]].tolist() for g, t in enumerate(tables.block_tables)
-            ]
-            s = self.sampler
-            parts[f"sampling {req_id}"] = [
-                float(a[row]) for a in (s.temperature, s.top_p, s.min_p)
-            ] + [int(a[row]) for a in (s.top_k, s.seeds, s.num_logprobs)]
-            parts[f"kv {req_id}"] = self.request_kv(req_id).tobytes()
-        return {
-            name: hashlib.sha256(p if isinstance(p, bytes) else repr(p).encode()).hexdigest()
-            for name, p in parts.items()
-        }

@@ -69,7 +69,7 @@ class ModelRunner(Protocol):
         *,
         descriptor: BatchDescriptor | None = None,
         intermediate_tensors: IntermediateTensors | None = None,
-    ) -> None | ModelRunnerOutput | IntermediateTensors:
+    ) -> ModelRunnerOutput | IntermediateTensors | None:
         """Queue one step. None: call sample_tokens next. A plan of zero tokens changes state and returns an
         empty output. Raises PlanError (state unchanged), CallOrderError."""
         ...

@@ -177,14 +177,14 @@ def rope_config_from_hf(hf: Mapping[str, Any], *, max_position: int, default_the
     partial = block.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
     if partial is not None and partial != 1:
         raise CheckpointError("only a part of each head is rotated", field="partial_rotary_factor", got=partial)
-    rope_type = block.get("rope_type", block.get("type", "default"))
+    rope_type = block.get("rope_type") or block.get("type") or "default"
     if not isinstance(rope_type, str):
         raise CheckpointError("not a name", field=f"{where}.rope_type", got=rope_type)
     rope_type = LEGACY_ROPE_TYPES.get(rope_type, rope_type)
     outer_theta = hf.get("rope_theta")
     theta = number("rope_theta", default_theta if outer_theta is None else finite_number(outer_theta, "rope_theta"))
-    if rope_type == "default":
-        return RopeConfig(theta=theta)
+    if rope_type not in ROPE_TYPES or rope_type == "default":
+        return RopeConfig(theta, rope_type)  # refuses an unknown name before its own keys are looked for
 
     original = hf.get("original_max_position_embeddings")
     if original is None:

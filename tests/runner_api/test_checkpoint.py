@@ -23,6 +23,7 @@ from runner_api.checkpoint import (
     smollm2,
     smollm2_path,
 )
+from runner_api.checkpoint.gguf_file import unpermute
 
 BF16 = ml_dtypes.bfloat16
 LLAMA = {
@@ -327,6 +328,13 @@ def write_gguf(path, config, tensors, *, quantize=None, extra=lambda w: None):
     return path
 
 
+def test_rows_of_a_pair_come_to_lie_half_a_head_apart():
+    # Two heads of four channels, stored as pairs (0, 2), (1, 3) side by side.
+    stored = np.array([0, 2, 1, 3, 10, 12, 11, 13])
+    np.testing.assert_array_equal(unpermute(stored, 2), [0, 1, 2, 3, 10, 11, 12, 13])
+    np.testing.assert_array_equal(unpermute(stored[:, None] * [1, 100], 2)[:, 1], [0, 100, 200, 300, 1000, 1100, 1200, 1300])
+
+
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
 def test_gguf_gives_back_what_was_written(tmp_path, tied, bias):
@@ -457,23 +465,20 @@ def test_a_damaged_file_is_refused_or_read_but_never_crashes(small_files, name, 
         checkpoint = load_checkpoint(path)
         for tensor in checkpoint.names():
             checkpoint.tensor(tensor)
-    except CheckpointError as e:
-        assert len(str(e)) > 20
+    except CheckpointError:
+        pass
     finally:
         target.write_bytes(whole)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "m.gguf"])
-def test_every_truncation_of_the_header_and_the_last_byte_is_refused(small_files, tmp_path, name):
+@pytest.mark.parametrize(("name", "padding"), [("model.safetensors", 1), ("m.gguf", 32)])
+def test_every_truncation_is_refused(small_files, tmp_path, name, padding):
     whole = (small_files / name).read_bytes()
     (tmp_path / "config.json").write_bytes((small_files / "config.json").read_bytes())
     target = tmp_path / name
-    for length in [*range(0, len(whole), 7), len(whole) - 1]:
-        if length >= len(whole.rstrip(b"\0")) and name.endswith(".gguf") and length < len(whole) - 32:
-            continue  # the last tensor ends in zeros; only the padding after it may be missing
+    # A GGUF file may end in padding up to the next multiple of 32, which nobody misses.
+    for length in [*range(0, len(whole) - padding, 7), len(whole) - padding]:
         target.write_bytes(whole[:length])
-        if name.endswith(".gguf") and length > len(whole) - 32:
-            continue  # within the padding at the end of the file
         with pytest.raises(CheckpointError):
             load_checkpoint(target if name.endswith(".gguf") else tmp_path)
 

