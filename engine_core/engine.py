@@ -77,9 +77,12 @@ class Engine:
         for word in params.bad_words_token_ids or ():
             self._check_tokens(req_id, "bad_words_token_ids", word)
         self._require(params.required_capabilities(), req_id)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(params, name) is not None:
-                raise CapabilityError("this engine hands out tokens only", field=name, req_id=req_id, expected="None")
+        if params.prompt_logprobs is not None:
+            raise CapabilityError("this engine does not hand out log probabilities of prompts",
+                                  field="prompt_logprobs", req_id=req_id, got=params.prompt_logprobs, expected="None")
+        if params.logprobs is not None and self._drafts:
+            raise CapabilityError("log probabilities together with drafts", field="logprobs", req_id=req_id,
+                                  got=params.logprobs, expected="None, or num_speculative_tokens = 0")
         if params.n != 1:
             raise EngineError("one request is one sequence", field="n", req_id=req_id, got=params.n, expected="1",
                               hint="Add n requests with a seed each, as LLM.generate does")

@@ -50,12 +50,13 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineCoreOutput:
-    """What one step meant for one request."""
+    """What one step meant for one request. logprobs: of the new token and the likeliest ones, by token id."""
 
     req_id: str
     new_token_ids: tuple[int, ...]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    logprobs: dict[int, float] | None = None
 
 
 class PlanBuilder:

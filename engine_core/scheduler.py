@@ -243,7 +243,8 @@ class Scheduler:
             kept = self._apply(share, tokens)
             if kept:
                 reason = request.status.finish_reason
-                outputs.append(EngineCoreOutput(request.req_id, tuple(kept), reason, request.stop_reason))
+                logprobs = _logprobs(request, output)
+                outputs.append(EngineCoreOutput(request.req_id, tuple(kept), reason, request.stop_reason, logprobs))
         return outputs
 
     def _apply(self, share: _Scheduled, tokens: list[int]) -> list[int]:
@@ -290,3 +291,19 @@ def _checked_tokens(share: _Scheduled, sampled: Mapping[str, Sequence[int]]) -> 
             hint="A prefill chunk samples nothing; any other row samples one token, plus the drafts it accepted",
         )
     return list(tokens)
+
+
+def _logprobs(request: Request, output: ModelRunnerOutput) -> dict[int, float] | None:
+    """The request's log probabilities by token id: its own token first, then as many as it asked for.
+
+    A batch's arrays are as wide as its most curious request; the others' surplus columns are left out here.
+    """
+    wanted = request.sampling_params.logprobs
+    if wanted is None:
+        return None
+    if output.logprobs is None:
+        raise EngineError("no log probabilities came", field="logprobs", req_id=request.req_id, expected=wanted)
+    row = output.req_ids.index(request.req_id)
+    end = None if wanted < 0 else 1 + wanted
+    ids, values = output.logprobs.token_ids[row, :end], output.logprobs.logprobs[row, :end]
+    return {int(i): float(v) for i, v in zip(ids, values, strict=True)}

@@ -20,7 +20,10 @@ TEXTS = [
     "\u202eright to left\u202c", "a" * 300, "\x00\x01\x7f", "\ufffd", "<|im_start|>user\nhi<|im_end|>\n",
 ]  # fmt: skip
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())  # the 256 characters that stand for bytes
-TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}{{ '<|assistant|>' if add_generation_prompt }}"
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
+    "{{ '<|assistant|>' if add_generation_prompt }}"
+)
 
 
 class NoTensors:

@@ -332,7 +332,8 @@ def test_rows_of_a_pair_come_to_lie_half_a_head_apart():
     # Two heads of four channels, stored as pairs (0, 2), (1, 3) side by side.
     stored = np.array([0, 2, 1, 3, 10, 12, 11, 13])
     np.testing.assert_array_equal(unpermute(stored, 2), [0, 1, 2, 3, 10, 11, 12, 13])
-    np.testing.assert_array_equal(unpermute(stored[:, None] * [1, 100], 2)[:, 1], [0, 100, 200, 300, 1000, 1100, 1200, 1300])
+    columns = unpermute(stored[:, None] * [1, 100], 2)
+    np.testing.assert_array_equal(columns[:, 1], [0, 100, 200, 300, 1000, 1100, 1200, 1300])
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])

@@ -1,0 +1,181 @@
+"""From options to a running engine: model, worker, KV cache size, scheduler, in the order they depend on each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine_core.engine import Engine
+from engine_core.executor import Executor, make_executor
+from engine_core.kv_cache_manager import KVCacheManager
+from engine_core.plan_builder import SchedulerConfig
+from engine_core.scheduler import Scheduler
+from engine_core.worker import WorkerConfig
+from runner_api import (
+    ConfigError,
+    KVCacheConfig,
+    KVCacheError,
+    RunnerConfig,
+    UnknownNameError,
+    group_kv_cache_specs,
+)
+from runner_api.checkpoint import Checkpoint, load_checkpoint, resolve_model
+
+DEFAULT_MAX_MODEL_LEN = 1024  # for models that do not say how far they reach
+log = logging.getLogger("modelrunner")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Every option of an engine, checked when the parts are built.
+
+    model: a path, `smollm2`, an open `Checkpoint`, a `WitnessConfig`, or a model object of the runner.
+    runner: an installed name or `package.module:factory`. executor: how its workers are run.
+    max_model_len: None = as far as the model reaches.
+    num_blocks: of the KV cache, the null block included. Else `kv_cache_memory_bytes` worth of blocks. Else as many
+        as all rows at full length need, if the free memory allows. The block size is the runner's.
+    enable_prefix_caching: None = wherever the model's KV cache allows it.
+    seed: from which requests without a seed draw theirs.
+    """
+
+    model: Any
+    runner: str = "cpu"
+    executor: str | type[Executor] = "uni"
+    max_num_reqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_model_len: int | None = None
+    num_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    enable_prefix_caching: bool | None = None
+    long_prefill_token_threshold: int = 0
+    async_scheduling: bool = False
+    max_concurrent_batches: int = 2
+    num_speculative_tokens: int = 0
+    layout: str = "slots"
+    noise: str = "murmur3"
+    dtype: str = "float32"
+    device: str = "auto"
+    record: frozenset[str] = frozenset()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "record", frozenset(self.record))
+        if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
+            raise ConfigError(
+                "given twice", field="num_blocks", got=f"{self.num_blocks} blocks and {self.kv_cache_memory_bytes} bytes",
+                expected="num_blocks or kv_cache_memory_bytes",
+            )
+
+    @classmethod
+    def from_options(cls, model: Any, options: Mapping[str, Any]) -> EngineConfig:
+        """Build from keyword options; an unknown one is an error that lists the nearest valid names."""
+        names = {f.name for f in dataclasses.fields(cls)} - {"model"}
+        for key in options:
+            if key not in names:
+                raise UnknownNameError("engine option", key, names)
+        return cls(model, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the engine itself must know of a model; the rest is the runner's."""
+
+    model: Any  # for the runner's load_model
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    max_position_embeddings: int | None = None
+
+
+def open_model(model: Any) -> ModelFacts:
+    """Open a checkpoint if a name or path is given. Raises CheckpointError, ConfigError."""
+    if isinstance(model, (str, os.PathLike)):
+        model = load_checkpoint(resolve_model(os.fspath(model)))
+    if isinstance(model, Checkpoint):
+        c = model.config
+        return ModelFacts(model, c.vocab_size, tuple(c.eos_token_ids), c.max_position_embeddings)
+    vocab_size = getattr(model, "vocab_size", None)
+    if not isinstance(vocab_size, int):
+        raise ConfigError(
+            "not a model", field="model", got=model,
+            expected="a path, a name, a Checkpoint, a WitnessConfig or an object with vocab_size",
+        )
+    return ModelFacts(model, vocab_size)
+
+
+def build_engine(config: EngineConfig, facts: ModelFacts) -> Engine:
+    """Bring an engine up. Whatever fails, the worker is shut down again."""
+    reach = facts.max_position_embeddings
+    max_model_len = config.max_model_len or reach or DEFAULT_MAX_MODEL_LEN
+    if reach is not None and max_model_len > reach:
+        raise ConfigError("longer than the model reaches", field="max_model_len", got=max_model_len, expected=f"<= {reach}")
+    scheduler_config = SchedulerConfig(
+        max_num_reqs=config.max_num_reqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        layout=config.layout,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        num_speculative_tokens=config.num_speculative_tokens,
+        async_scheduling=config.async_scheduling,
+    )
+    runner_config = RunnerConfig(
+        max_num_reqs=config.max_num_reqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        layout=config.layout,
+        noise=config.noise,
+        dtype=config.dtype,
+        device=config.device,
+        num_speculative_tokens=config.num_speculative_tokens,
+        max_concurrent_batches=config.max_concurrent_batches,
+        record=config.record,
+    )
+    executor = make_executor(WorkerConfig(config.runner, facts.model, runner_config), config.executor)
+    try:
+        kv_cache_configs = _kv_cache_configs(config, executor, max_model_len)
+        manager = KVCacheManager(
+            kv_cache_configs[0], max_model_len, enable_prefix_caching=config.enable_prefix_caching
+        )
+        executor.initialize_from_config(kv_cache_configs)
+        engine = Engine(
+            executor,
+            Scheduler(scheduler_config, manager),
+            vocab_size=facts.vocab_size,
+            eos_token_ids=facts.eos_token_ids,
+            seed=config.seed,
+        )
+    except BaseException:
+        executor.shutdown()
+        raise
+    log.info(
+        "engine: max_model_len=%d blocks=%d block_size=%s prefix_caching=%s async_scheduling=%s",
+        max_model_len, manager.pool.num_blocks, [g.spec.block_size for g in manager.groups],
+        manager.enable_prefix_caching, config.async_scheduling,
+    )  # fmt: skip
+    return engine
+
+
+def _kv_cache_configs(config: EngineConfig, executor: Executor, max_model_len: int) -> list[KVCacheConfig]:
+    """One configuration per worker, all with the same number of blocks: what the poorest of them can hold."""
+    specs = executor.get_kv_cache_specs()
+    per_block = [group_kv_cache_specs(s, 2).bytes_per_block for s in specs]
+    num_blocks = config.num_blocks
+    if num_blocks is None:
+        given = config.kv_cache_memory_bytes
+        available = executor.determine_available_memory() if given is None else [given] * len(specs)
+        num_blocks = min(memory // size for memory, size in zip(available, per_block, strict=True))
+        if num_blocks < 2:
+            raise KVCacheError(
+                "no room for a KV cache", field="kv_cache_memory_bytes", got=min(available),
+                expected=f"at least {2 * max(per_block)} bytes, two blocks",
+            )
+        if given is None:
+            groups = group_kv_cache_specs(specs[0], 2).groups
+            per_request = sum(-(-max_model_len // g.spec.block_size) for g in groups)
+            num_blocks = min(num_blocks, 1 + config.max_num_reqs * per_request)
+    return [group_kv_cache_specs(s, num_blocks) for s in specs]
+
+
