@@ -7,7 +7,6 @@ them a bound does so on top.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,6 +185,3 @@ def _element(value: Any, index: tuple[int, ...]) -> Any:
 
 def _say(value: Any) -> str:
     return "nothing" if value is None else repr(value)
-
-
-assert COMPARABLE_FIELDS <= {f.name for f in dataclasses.fields(StepRecord)}

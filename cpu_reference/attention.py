@@ -15,6 +15,7 @@ def paged_attention(
     num_reqs: int,
     scale: float,
     window: int | None,
+    max_query_len: int,
     out: np.ndarray,
 ) -> None:
     """softmax(q k^T * scale) v over the request's own keys, causal, read through its block table.
@@ -24,6 +25,7 @@ def paged_attention(
 
     Shapes: query, out: [tp, num_heads, head_size]; caches: [num_blocks, block_size, num_kv_heads, head_size];
     block_table: int32[num_reqs, W]; query_start_loc: int32[num_reqs+1]; seq_lens: int32[num_reqs].
+    max_query_len: an upper bound of the query lengths; a device needs it to know how many programs to start.
     Writes: out whole; tokens that belong to no request get 0.
     """
     num_heads, head_size = query.shape[1:]
@@ -34,6 +36,7 @@ def paged_attention(
         # 1 the request's queries; an empty row (padding) has none
         start, end, seq_len = int(query_start_loc[i]), int(query_start_loc[i + 1]), int(seq_lens[i])
         query_len = end - start
+        assert query_len <= max_query_len, (i, query_len, max_query_len)
         if query_len == 0:
             continue
         # 2 its keys and values, block by block  [seq_len, num_kv_heads, head_size]

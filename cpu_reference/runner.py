@@ -39,17 +39,14 @@ from runner_api import (
     CallOrderError,
     Capability,
     CapabilityError,
-    ConfigError,
     CUDAGraphMode,
     DraftTokenIds,
     ForcedStep,
     GrammarOutput,
     IntermediateTensors,
     KVCacheConfig,
-    KVCacheError,
     KVCacheSpec,
     ModelRunnerOutput,
-    PlanError,
     PlanValidator,
     RunnerConfig,
     RunnerInfo,
@@ -57,6 +54,7 @@ from runner_api import (
     SchedulerOutput,
     StepRecord,
 )
+from runner_api.step_validation import check_descriptor, check_forced, check_kv_cache_config
 
 CAPABILITIES = frozenset(
     {
@@ -120,21 +118,7 @@ class CpuModelRunner:
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         c, specs = self.config, self.get_kv_cache_specs()
-        layers = [layer for group in kv_cache_config.groups for layer in group.layer_names]
-        if sorted(layers) != sorted(specs):
-            raise KVCacheError("layers differ from the model's", field="groups", got=layers, expected=sorted(specs))
-        reach = c.window_reach or tuple(group.spec.window_reach for group in kv_cache_config.groups)
-        if len(reach) != len(kv_cache_config.groups):
-            raise ConfigError(
-                "one entry per KV cache group", field="window_reach", got=reach,
-                expected=f"{len(kv_cache_config.groups)} entries",
-            )  # fmt: skip
-        for group in kv_cache_config.groups:
-            if group.kernel_block_size not in (None, group.spec.block_size):
-                raise CapabilityError(
-                    "kernel blocks of another size", field="kernel_block_size",
-                    got=group.kernel_block_size, expected=group.spec.block_size,
-                )  # fmt: skip
+        reach = check_kv_cache_config(c, kv_cache_config, specs)
         n, t, k = c.max_num_reqs, c.max_num_batched_tokens, c.num_speculative_tokens
         self.kv_cache_config = kv_cache_config
         self.kv_caches = allocate_kv_cache(kv_cache_config, np.dtype(c.dtype))
@@ -172,7 +156,7 @@ class CpuModelRunner:
         # 1 refuse what is impossible, before anything changes
         self._check_call(intermediate_tensors)
         self.validator.check(plan)
-        self._check_descriptor(plan, descriptor)
+        check_descriptor(self.config, plan, descriptor)
         self.validator.commit(plan)
         # 2 apply the plan to the rows
         self._update_states(plan)
@@ -206,7 +190,10 @@ class CpuModelRunner:
             raise CapabilityError("grammars are not offered", field="grammar")
         batch, hidden_states = self._pending
         r, num_logits = batch.num_reqs, batch.num_logits
-        self._check_forced(batch, forced)
+        check_forced(
+            self.config, self._model.vocab_size, self.validator.requests, batch.req_ids,
+            np.diff(self.cu_num_logits[: r + 1]), forced,
+        )  # fmt: skip
         # 1 logits of the rows that get them
         rows = self.logits_indices[:num_logits]
         logits = self._model.compute_logits(hidden_states[rows])
@@ -279,34 +266,6 @@ class CpuModelRunner:
             )
         if intermediate_tensors is not None:
             raise CapabilityError("pipeline stages are not offered", field="intermediate_tensors")
-
-    def _check_descriptor(self, plan: SchedulerOutput, descriptor: BatchDescriptor | None) -> None:
-        if descriptor is None or plan.total_num_scheduled_tokens == 0:
-            return
-        d, c = descriptor, self.config
-        counts = plan.num_scheduled_tokens
-        limits = {
-            "num_tokens": (d.num_tokens, plan.total_num_scheduled_tokens, c.max_num_batched_tokens),
-            "num_reqs": (len(counts) if d.num_reqs is None else d.num_reqs, len(counts), c.max_num_reqs),
-        }
-        for name, (got, low, high) in limits.items():
-            if not low <= got <= high:
-                raise PlanError(
-                    "padded size", code="MR-ERR-043", field=f"descriptor.{name}", got=got, expected=f"{low} .. {high}"
-                )
-        if d.num_active_loras or d.num_ubatches != 1:
-            raise CapabilityError("adapters and micro-batches are not offered", field="descriptor", got=d)
-        uniform, longest = d.uniform_token_count, max(counts.values())
-        if uniform is not None and set(counts.values()) != {uniform}:
-            raise PlanError(
-                "not a uniform batch", code="MR-ERR-043", field="descriptor.uniform_token_count",
-                got=sorted(set(counts.values())), expected=uniform,
-            )  # fmt: skip
-        if d.max_query_len is not None and longest > d.max_query_len:
-            raise PlanError(
-                "query longer than the bound", code="MR-ERR-043", field="descriptor.max_query_len",
-                got=longest, expected=f"at most {d.max_query_len}",
-            )  # fmt: skip
 
     def _update_states(self, plan: SchedulerOutput) -> None:
         states, tables = self.req_states, self.block_tables
@@ -401,40 +360,6 @@ class CpuModelRunner:
         )  # fmt: skip
 
     # -- the parts of sample_tokens ---------------------------------------------------------------------------
-
-    def _check_forced(self, batch: InputBatch, forced: ForcedStep | None) -> None:
-        r, k = batch.num_reqs, self.config.num_speculative_tokens
-        if forced is None:
-            if batch.num_logits != r:
-                raise CapabilityError(
-                    "drafts are not verified here", field="sample_tokens", hint="Give their outcome as a ForcedStep"
-                )
-            return
-        shapes = {
-            "token_ids": (forced.token_ids, (r, 1 + k)),
-            "num_sampled": (forced.num_sampled, (r,)),
-            "draft_token_ids": (forced.draft_token_ids, (r, k)),
-            "logits": (forced.logits, (batch.num_logits, self._model.vocab_size)),
-        }
-        for name, (array, shape) in shapes.items():
-            if array is not None and np.shape(array) != shape:
-                raise PlanError(
-                    "shape", code="MR-ERR-044", field=f"forced.{name}", got=np.shape(array), expected=shape
-                )
-        most = np.diff(self.cu_num_logits[: r + 1])
-        unfinished = self.seq_lens[:r] < self.req_states.prefill_len[self.idx_mapping[:r]]
-        n = np.asarray(forced.num_sampled)
-        if ((n < np.where(unfinished, 0, 1)) | (n > np.where(unfinished, 0, most))).any():
-            raise PlanError(
-                "number of sampled tokens", code="MR-ERR-045", field="forced.num_sampled", got=n.tolist(),
-                expected=f"0 for unfinished prefills, otherwise 1 .. {most.tolist()}",
-            )  # fmt: skip
-        taken = np.asarray(forced.token_ids)[np.arange(1 + k)[None, :] < n[:, None]]
-        if taken.size and not (taken.min() >= 0 and taken.max() < self._model.vocab_size):
-            raise PlanError(
-                "token id out of range", code="MR-ERR-025", field="forced.token_ids", got=taken.tolist(),
-                expected=f"0 <= id < {self._model.vocab_size}",
-            )  # fmt: skip
 
     def _outcome(
         self, batch: InputBatch, sampled: np.ndarray, forced: ForcedStep | None

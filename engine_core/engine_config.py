@@ -66,7 +66,8 @@ class EngineConfig:
         object.__setattr__(self, "record", frozenset(self.record))
         if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError(
-                "given twice", field="num_blocks", got=f"{self.num_blocks} blocks and {self.kv_cache_memory_bytes} bytes",
+                "the size of the KV cache is given twice", field="num_blocks",
+                got=f"{self.num_blocks} blocks and {self.kv_cache_memory_bytes} bytes",
                 expected="num_blocks or kv_cache_memory_bytes",
             )
 
@@ -111,7 +112,9 @@ def build_engine(config: EngineConfig, facts: ModelFacts) -> Engine:
     reach = facts.max_position_embeddings
     max_model_len = config.max_model_len or reach or DEFAULT_MAX_MODEL_LEN
     if reach is not None and max_model_len > reach:
-        raise ConfigError("longer than the model reaches", field="max_model_len", got=max_model_len, expected=f"<= {reach}")
+        raise ConfigError(
+            "longer than the model reaches", field="max_model_len", got=max_model_len, expected=f"<= {reach}"
+        )
     scheduler_config = SchedulerConfig(
         max_num_reqs=config.max_num_reqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

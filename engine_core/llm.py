@@ -18,7 +18,7 @@ from engine_core.plan_builder import EngineCoreOutput
 from engine_core.tokenizer import IncrementalDecoder, Tokenizer
 from runner_api import EngineError, RunnerInfo, SamplingParams
 from runner_api.checkpoint import Checkpoint
-from runner_api.sampling_params import INT64_MAX, INT64_MIN
+from runner_api.sampling_params import INT64_MIN
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -245,8 +245,8 @@ def _params_per_prompt(params: SamplingParams | Sequence[SamplingParams] | None,
 
 
 def _nth_seed(seed: int | None, index: int) -> int | None:
-    """seed + index, wrapped into 64 signed bits. (-1 would read as "no seed", so the wrap must not be lost.)"""
+    """The index-th seed from `seed` on, wrapped into 64 signed bits; -1 is left out, because it reads as "no seed"."""
     if seed is None:
         return None
-    span = INT64_MAX - INT64_MIN + 1
-    return (seed + index - INT64_MIN) % span + INT64_MIN
+    value = seed + index + (seed < -1 <= seed + index)
+    return (value - INT64_MIN) % 2**64 + INT64_MIN

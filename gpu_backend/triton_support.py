@@ -20,8 +20,13 @@ if not HAS_CUDA and "triton" not in sys.modules:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import triton  # noqa: E402
+import triton.language as tl  # noqa: E402, F401
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+# The widest tile of a copying kernel. An interpreted program costs the same whatever its width; on a GPU a tile must
+# fit into the registers of one program.
+WIDEST_TILE = 65536 if INTERPRETED else 1024
 
 # Launches of every entry kernel in this process, by kernel name; a kernel that was never launched is listed with 0.
 KERNEL_LAUNCHES: dict[str, int] = {}
@@ -85,3 +90,8 @@ class PointerTable:
 def block(n: int, most: int = 65536, least: int = 16) -> int:
     """A power of two that covers n, within bounds: the width of one tile."""
     return max(least, min(most, triton.next_power_of_2(max(n, 1))))
+
+
+def tile(n: int) -> int:
+    """The tile of a kernel that walks over n elements, as wide as the place where it runs likes it."""
+    return block(n, WIDEST_TILE)

@@ -97,8 +97,9 @@ class LlamaModel:
         # 5 attend
         out = np.empty_like(q)
         paged_attention(
-            q, *kv_cache, m.block_table, m.query_start_loc, m.seq_lens, m.num_reqs, self.scale, m.window, out
-        )
+            q, *kv_cache, m.block_table, m.query_start_loc, m.seq_lens, m.num_reqs, self.scale, m.window,
+            m.max_query_len, out,
+        )  # fmt: skip
         return self.collectives.all_reduce(self._linear(f"{name}.o_proj", out.reshape(len(x), -1)))
 
     def _mlp(self, name: str, x: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from runner_api.checkpoint.rope import RopeConfig, finite_number, inverse_frequencies, rope_config_from_hf
+from runner_api.checkpoint.rope import RopeConfig, finite_number, rope_config_from_hf
 from runner_api.errors import CheckpointError
 
 HF_ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
@@ -72,9 +72,7 @@ class ModelConfig:
                     "outside the vocabulary", field="eos_token_ids / bos_token_id", got=token,
                     expected=f"0 <= id < vocab_size = {self.vocab_size}",
                 )  # fmt: skip
-        if self.rope.rope_type in ("dynamic", "longrope"):  # the two whose numbers must fit head_dim
-            for length in (1, self.rope.original_max_position + 1):
-                inverse_frequencies(self.rope, self.head_dim, length)
+        self.rope.check_head_dim(self.head_dim)
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

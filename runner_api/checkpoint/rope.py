@@ -80,17 +80,28 @@ class RopeConfig:
                 "too small", field="rope.original_max_position", got=self.original_max_position, expected=">= 2"
             )
 
+    def check_head_dim(self, head_dim: int) -> None:
+        """Whether the numbers fit heads of this many channels. Raises `CheckpointError`."""
+        if self.rope_type == "dynamic" and head_dim <= 2:
+            raise CheckpointError("dynamic scaling needs more than one pair", field="head_dim", got=head_dim)
+        if self.rope_type == "longrope":
+            for name in ("short_factor", "long_factor"):
+                got, expected = len(getattr(self, name)), head_dim // 2
+                if got != expected:
+                    raise CheckpointError("wrong length", field=f"rope.{name}", got=got, expected=expected)
+
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, max_position: int) -> tuple[np.ndarray, float]:
     """The angle per position of each pair of channels, and the factor on cos and sin.
 
     head_dim: channels of a head, even. max_position: the longest sequence this run serves (longrope alone looks at it:
     past the trained length every position uses the long factors, so that a cached key never changes its angle).
-    Returns float64[head_dim // 2] and mscale. Raises `CheckpointError` where a factor list has another length.
+    Returns float64[head_dim // 2] and mscale. Raises `CheckpointError` where the numbers do not fit head_dim.
 
     Sources: linear (kaiokendev 2023), dynamic NTK (bloc97 2023; taken at factor times the trained length, as vLLM
     does, instead of following the current length), llama3 (Llama 3.1), YaRN (arXiv 2309.00071), LongRoPE (2402.13753).
     """
+    rope.check_head_dim(head_dim)
     exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
     inverse = rope.theta**-exponent
     if rope.rope_type == "default":
@@ -98,8 +109,6 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_position: int) -> t
     if rope.rope_type == "linear":
         return inverse / rope.factor, 1.0
     if rope.rope_type == "dynamic":
-        if head_dim <= 2:
-            raise CheckpointError("dynamic scaling needs more than one pair", field="head_dim", got=head_dim)
         stretch = rope.factor * rope.factor - (rope.factor - 1.0)
         return (rope.theta * stretch ** (head_dim / (head_dim - 2))) ** -exponent, 1.0
     if rope.rope_type == "llama3":
@@ -142,8 +151,6 @@ def yarn_mscale(factor: float, weight: float = 1.0) -> float:
 def _longrope(rope: RopeConfig, inverse: np.ndarray, max_position: int) -> tuple[np.ndarray, float]:
     name = "long_factor" if max_position > rope.original_max_position else "short_factor"
     factors = np.array(getattr(rope, name), dtype=np.float64)
-    if factors.shape != inverse.shape:
-        raise CheckpointError("wrong length", field=f"rope.{name}", got=len(factors), expected=len(inverse))
     if rope.attention_factor is not None:
         mscale = rope.attention_factor
     elif rope.factor <= 1.0:

@@ -1,0 +1,78 @@
+"""The judge's subcommands of `modelrunner`: each function adds its own parser and names what runs it.
+
+The program finds them as entry points of group `modelrunner.commands`. Exit codes: 0 agree, 1 diverge, 2 misuse. What
+a command needs is imported when it runs, so that `modelrunner --help` stays quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def check(subparsers: Any) -> None:
+    """`modelrunner check RUNNER`: hold a runner against the clauses and against an oracle on generated plans."""
+    parser = subparsers.add_parser(
+        "check",
+        help="judge a runner: every clause, then lockstep with an oracle",
+        description="Judge a runner by every clause, then run it in lockstep with an oracle on generated plans.",
+    )
+    parser.add_argument("runner", help="an installed runner, or package.module:factory")
+    parser.add_argument("--against", default="cpu", metavar="ORACLE", help="the runner to compare with (default: cpu)")
+    parser.add_argument("--model", metavar="PATH", help="also lockstep on this checkpoint (a folder, or smollm2)")
+    parser.add_argument("--steps", type=int, default=200, help="steps of the lockstep run (default: 200)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the generated plans (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.set_defaults(run=_check)
+
+
+def clauses(subparsers: Any) -> None:
+    """`modelrunner clauses`: what a runner is judged by."""
+    parser = subparsers.add_parser(
+        "clauses", help="list the clauses", description="List the clauses that a runner is judged by."
+    )
+    parser.add_argument("area", nargs="?", help="only ids that start with this, for example SLOT or MR-SLOT-003")
+    parser.add_argument("--json", action="store_true", help="print one JSON array instead of text")
+    parser.set_defaults(run=_clauses)
+
+
+def replay(subparsers: Any) -> None:
+    """`modelrunner replay FILE…`: hold a runner against recorded steps of vLLM."""
+    parser = subparsers.add_parser(
+        "replay",
+        help="hold a runner against recordings of vLLM",
+        description="Give a runner the recorded plans, impose the recorded outcome, and compare what it built and drew.",
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE", help="a recording (.jsonl)")
+    parser.add_argument("--runner", default="cpu", help="an installed runner, or package.module:factory (default: cpu)")
+    parser.add_argument("--model", metavar="PATH", help="the recorded model (default: checkpoints/NAME beside the file)")
+    parser.add_argument(
+        "--logits", choices=("auto", "recorded", "model"), default="auto",
+        help="draw from FILE's NAME_logits.npz or from the model (default: recorded logits where they exist)",
+    )  # fmt: skip
+    parser.add_argument("--steps", type=int, metavar="N", help="only the first N steps")
+    parser.add_argument(
+        "--dtype", choices=("float64", "float32", "float16", "bfloat16"), default="float32",
+        help="what the runner computes in (default: float32, as recorded)",
+    )  # fmt: skip
+    parser.add_argument("--device", default="auto", help="where the runner runs (default: auto)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.set_defaults(run=_replay)
+
+
+def _check(args: argparse.Namespace) -> int:
+    from conformance.check import run_check
+
+    return run_check(args)
+
+
+def _clauses(args: argparse.Namespace) -> int:
+    from conformance.check import run_clauses
+
+    return run_clauses(args)
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from conformance.replay import run_replay
+
+    return run_replay(args)

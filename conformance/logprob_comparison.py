@@ -1,0 +1,69 @@
+"""Log probabilities of two records of one step: only the columns that each request asked for count.
+
+A batch's arrays are as wide as its widest request; what stands behind a narrower request's own width is nobody's.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from conformance.comparison import Difference, FieldComparison
+from runner_api.record import StepRecord
+
+LOGPROB_FIELDS = ("logprob_token_ids", "ranks", "logprobs")
+# Recorded logits are off the exact ones by up to 0.04 (TF32 attention). A log probability is a logit minus the log of
+# a sum of exponentials, which moves by no more than the largest of its terms: 2 * 0.04 in all. The k-th largest of a
+# list moves by no more than its largest move either, so the bound holds column by column even where ids swap.
+LOGPROB_BOUND = 0.08
+# On the recorded logits themselves: both sides round to float32, and the recording to six decimals.
+LOGPROB_BOUND_RECORDED_LOGITS = 1e-4
+
+
+def compare_logprobs(
+    name: str, expected: StepRecord, got: StepRecord, widths: np.ndarray, *, exact: bool
+) -> FieldComparison:
+    """Compare one of LOGPROB_FIELDS.
+
+    widths: int64[R] how many log probabilities each request asked for (-1 = none at all, -2 would be the same; the
+    sampled token's column comes on top). exact: both sides saw the same logits. Where they did not, rounding may swap
+    neighbours, so that ids behind column 0 and ranks say nothing: they are not counted.
+    """
+    left = _columns(getattr(expected, name))
+    right = getattr(got, name)
+    # 1 which elements count
+    columns = np.arange(left.shape[1])[None, :]
+    counted = (widths[:, None] >= 0) & (columns <= np.maximum(widths, 0)[:, None])
+    if not exact and name == "ranks":
+        counted[:] = False
+    if not exact and name == "logprob_token_ids":
+        counted[:, 1:] = False
+    # 2 what the runner gave, and where it gave nothing
+    theirs = np.zeros(left.shape, np.float64)
+    present = np.zeros(left.shape, bool)
+    if right is not None:
+        right = _columns(right)
+        r, w = (min(a, b) for a, b in zip(left.shape, right.shape, strict=True))
+        theirs[:r, :w], present[:r, :w] = right[:r, :w], True
+    # 3 integers must be equal, floats near
+    if name == "logprobs":
+        bound = LOGPROB_BOUND_RECORDED_LOGITS if exact else LOGPROB_BOUND
+        with np.errstate(invalid="ignore"):
+            same = (np.abs(left - theirs) <= bound) | (left == theirs)
+    else:
+        same = left == theirs
+    wrong = np.argwhere(counted & ~(present & same))
+    equal = int(counted.sum()) - len(wrong)
+    if not len(wrong):
+        return FieldComparison(name, equal, 0)
+    i, c = (int(x) for x in wrong[0])
+    position = int(expected.positions[expected.logits_indices[i]])
+    value = theirs[i, c].item() if present[i, c] else None
+    if value is not None and name != "logprobs":
+        value = int(value)
+    index = (i,) if name == "ranks" else (i, c)
+    first = Difference(name, index, expected.req_ids[i], position, left[i, c].item(), value)
+    return FieldComparison(name, equal, len(wrong), first)
+
+
+def _columns(array: np.ndarray) -> np.ndarray:
+    return array[:, None] if array.ndim == 1 else array

@@ -1,0 +1,317 @@
+"""From a recording of vLLM to what a runner may see of it: how it is built, its model, and one ReplayStep a step.
+
+A ReplayStep holds copies of the plan, the padded shape and the outcome to impose; the recorded batch itself, which
+the runner is judged by, stays here. Knows the recordings' `meta`; knows nothing of judging.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runner_api import (
+    BatchDescriptor,
+    Capability,
+    CapabilityError,
+    CheckpointError,
+    ForcedStep,
+    KVCacheConfig,
+    KVCacheGroup,
+    ModelRunner,
+    RunnerConfig,
+    SchedulerOutput,
+    StepRecord,
+    Trace,
+    TraceError,
+    WitnessConfig,
+    WitnessGroup,
+    group_kv_cache_specs,
+)
+
+DATA = Path(__file__).parent / "data"
+RECORDINGS = DATA / "recordings"
+CHECKPOINTS = DATA / "checkpoints"
+LOGITS_SOURCES = ("auto", "recorded", "model")
+# Which hash the recorded program drew its random numbers from, by the version in meta.source.
+NOISE_BY_VERSION = {"0.26": "philox", "0.33": "murmur3"}
+WITNESS_VOCAB_SIZE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayStep:
+    """All that a runner gets of one recorded step.
+
+    forced is None where the step scheduled no tokens. Nothing in here is shared with the record it came from.
+    """
+
+    plan: SchedulerOutput
+    descriptor: BatchDescriptor | None
+    forced: ForcedStep | None
+
+    @classmethod
+    def from_record(
+        cls,
+        record: StepRecord,
+        num_speculative_tokens: int = 0,
+        next_drafts: Mapping[str, Sequence[int]] | None = None,
+        logits: np.ndarray | None = None,
+    ) -> ReplayStep:
+        """Copy plan, shape and outcome out of a record.
+
+        next_drafts: by request, the drafts that its row must hold when it is next scheduled. logits: float32[L, V] to
+        draw from instead of the model's. Raises `TraceError` if the recorded outcome has not one entry per request.
+        """
+        plan = copy.deepcopy(record.plan)
+        if record.num_reqs == 0:
+            return cls(plan, None, None)
+        r, k = record.num_reqs, num_speculative_tokens
+        if record.num_sampled.shape != (r,) or record.token_ids.shape[0] != r or record.token_ids.shape[1] > 1 + k:
+            raise TraceError(
+                "recorded outcome does not fit the batch", field="sampled",
+                got=f"num_sampled {record.num_sampled.shape}, token_ids {record.token_ids.shape}",
+                expected=f"{r} rows of at most {1 + k} tokens",
+            )  # fmt: skip
+        # Entries past num_sampled were never written by the recorded program: they must not reach the runner.
+        token_ids = np.zeros((r, 1 + k), np.int64)
+        for i, n in enumerate(record.num_sampled.tolist()):
+            token_ids[i, :n] = record.token_ids[i, :n]
+        drafts = None
+        if k:
+            drafts = np.zeros((r, k), np.int64)
+            for i, req_id in enumerate(record.req_ids):
+                held = (next_drafts or {}).get(req_id, ())
+                drafts[i, : len(held)] = held
+        shape = record.descriptor
+        descriptor = None if shape is None else BatchDescriptor(shape.cg_mode, shape.num_tokens, shape.num_reqs)
+        return cls(plan, descriptor, ForcedStep(token_ids, record.num_sampled.copy(), drafts, logits))
+
+
+@dataclass(slots=True)
+class Setup:
+    """How one recording is replayed.
+
+    model: what `load_model` gets. model_name: how reports call it. judge_tokens: whether the logits are those of the
+    recorded model, so that its tokens mean something. recorded_logits: whether they are the recorded ones to the bit.
+    """
+
+    config: RunnerConfig
+    num_groups: int
+    model: Any = None
+    model_name: str = ""
+    judge_tokens: bool = False
+    logits: Any = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def recorded_logits(self) -> bool:
+        return self.logits is not None
+
+
+def prepare(
+    path: Path, trace: Trace, *, model: str | None = None, logits: str = "auto", dtype: str = "float32",
+    device: str = "auto",
+) -> Setup:  # fmt: skip
+    """Decide how to replay a recording: the runner's configuration, the model, the source of the logits.
+
+    Raises `TraceError` for a recording that says too little, `CapabilityError` for one that needs what replay does
+    not offer, `CheckpointError` where the model cannot be found.
+    """
+    if not trace.is_vllm_recording:
+        raise TraceError("is a trace of our own", field=str(path), expected="a recording of vLLM (first key 'meta')")
+    if trace.meta["runner"] != "V2":
+        raise CapabilityError(
+            "recorded on the dense row layout, which is not offered yet", field=f"{path}: meta.runner",
+            got=trace.meta["runner"], expected="'V2' (the slots layout)", hint=f"Needs {Capability.DENSE_LAYOUT.value}",
+        )  # fmt: skip
+    batches = [s for s in trace.steps if s.num_reqs]
+    if not batches:
+        raise TraceError("holds no step with a batch", field=str(path))
+    setup = Setup(_config(path, trace, dtype, device), len(batches[0].block_tables))
+    stored = path.with_name(f"{path.stem}_logits.npz")
+    if logits == "recorded" or (logits == "auto" and stored.is_file()):
+        setup.logits = _open_logits(stored)
+        setup.judge_tokens = True
+        vocab_size = setup.logits[setup.logits.files[0]].shape[1]
+        setup.model, setup.model_name = _witness(setup, trace, vocab_size), "recorded logits"
+        setup.notes.append("tokens are drawn from the recorded logits; no model is run for them")
+    elif setup.config.num_speculative_tokens:
+        setup.model, setup.model_name = _witness(setup, trace), "witness"
+        setup.notes.append(
+            "recording with drafts: integer fields alone, on the witness model; drafts and their outcome are forced, "
+            "tokens are not judged"
+        )
+    else:
+        _find_model(setup, path, trace, model)
+    if setup.judge_tokens:
+        setup.config = replace(setup.config, record=frozenset({"logits"}))
+    return setup
+
+
+def build_runner(factory: Any, setup: Setup, trace: Trace, num_steps: int) -> ModelRunner:
+    """A runner ready for the first step. Raises `CapabilityError`, before any step, if it lacks what one needs."""
+    runner: ModelRunner = factory(setup.config)
+    missing = sorted(c.value for c in _needs(setup, trace.steps[:num_steps]) - runner.describe().capabilities)
+    if missing:
+        raise CapabilityError(
+            f"{runner.describe().name} does not offer {', '.join(missing)}", field=trace.name,
+            hint="Nothing was replayed; `modelrunner runners` lists what each runner offers",
+        )  # fmt: skip
+    runner.load_model(setup.model)
+    runner.initialize_kv_cache(_kv_cache_config(runner, setup, trace))
+    runner.capture_graphs()
+    return runner
+
+
+def replay_steps(setup: Setup, trace: Trace, num_steps: int) -> Iterator[ReplayStep]:
+    """The recorded steps in order, each as a runner may see it."""
+    next_drafts = drafts_to_hold(trace.steps)
+    for record, drafts in zip(trace.steps[:num_steps], next_drafts, strict=False):
+        logits = None
+        if setup.logits is not None and record.num_reqs:
+            logits = _step_logits(setup.logits, record, trace.name)
+        yield ReplayStep.from_record(record, setup.config.num_speculative_tokens, drafts, logits)
+
+
+def drafts_to_hold(steps: Sequence[StepRecord]) -> list[dict[str, list[int]]]:
+    """For each step and request, the drafts that the recording shows in its row when it is next scheduled."""
+    held: dict[str, list[int]] = {}
+    result: list[dict[str, list[int]]] = []
+    for record in reversed(steps):
+        result.append({r: held[r] for r in record.req_ids if r in held})
+        if record.draft_token_ids is not None:
+            held.update(zip(record.req_ids, record.draft_token_ids.tolist(), strict=False))
+    return result[::-1]
+
+
+# -- configuration --------------------------------------------------------------------------------------------
+
+
+def _config(path: Path, trace: Trace, dtype: str, device: str) -> RunnerConfig:
+    meta = trace.meta
+    name, _, version = str(meta["source"]).partition(" ")
+    noise = NOISE_BY_VERSION.get(".".join(version.split(".")[:2])) if name == "vllm" else None
+    if noise is None:
+        raise TraceError(
+            "recorded by a version whose random numbers are not known", field=f"{path}:1 meta.source",
+            got=meta["source"], expected=" or ".join(f"'vllm {v}.x'" for v in NOISE_BY_VERSION),
+        )  # fmt: skip
+    if "free_rows" not in meta:
+        raise TraceError("missing field", field=f"{path}:1 meta.free_rows")
+    num_groups = max(len(s.block_tables) for s in trace.steps)
+    try:
+        return RunnerConfig(
+            max_num_reqs=meta["max_num_seqs"],
+            max_num_batched_tokens=meta["max_num_batched_tokens"],
+            max_model_len=meta["max_model_len"],
+            noise=noise,
+            dtype=dtype,
+            device=device,
+            num_speculative_tokens=(meta.get("speculative_config") or {}).get("num_speculative_tokens", 0),
+            initial_free_rows=tuple(meta["free_rows"]),
+            # The recorded program keeps table entries behind a sliding window.
+            window_reach=(0,) * num_groups,
+        )
+    except (TypeError, AttributeError) as e:
+        raise TraceError(f"broken meta: {e}", field=f"{path}:1 meta") from e
+
+
+def _kv_cache_config(runner: ModelRunner, setup: Setup, trace: Trace) -> KVCacheConfig:
+    """The recorded number of blocks and block size; the witness model has one group per layer, others group theirs."""
+    num_blocks, block_size = trace.meta["num_gpu_blocks_override"], trace.meta["block_size"]
+    specs = {n: replace(s, block_size=block_size) for n, s in runner.get_kv_cache_specs().items()}
+    if isinstance(setup.model, WitnessConfig):
+        return KVCacheConfig(num_blocks, tuple(KVCacheGroup((n,), s) for n, s in specs.items()))
+    config = group_kv_cache_specs(specs, num_blocks)
+    if len(config.groups) != setup.num_groups:
+        raise TraceError(
+            "KV cache groups of the model and of the recording differ", field=trace.name, got=setup.num_groups,
+            expected=len(config.groups),
+        )  # fmt: skip
+    return config
+
+
+def _needs(setup: Setup, steps: Sequence[StepRecord]) -> set[Capability]:
+    needs = {Capability.GENERATE, Capability.FORCED_STEP}
+    for record in steps:
+        for new in record.plan.scheduled_new_reqs:
+            if new.sampling_params is not None:
+                needs |= new.sampling_params.required_capabilities()
+        if record.num_tokens_padded > record.num_tokens or record.num_reqs_padded > record.num_reqs:
+            needs.add(Capability.PADDED_BATCH)
+    for capability, needed in (
+        (Capability.MULTI_GROUP, setup.num_groups > 1),
+        (Capability.DRAFT_LAYOUT, setup.config.num_speculative_tokens > 0),
+        (Capability.RECORD_LOGITS, setup.judge_tokens),
+    ):
+        if needed:
+            needs.add(capability)
+    return needs
+
+
+# -- model and logits -----------------------------------------------------------------------------------------
+
+
+def _find_model(setup: Setup, path: Path, trace: Trace, given: str | None) -> None:
+    """Set model, name and notes: the recorded model, or the witness where its family is not supported."""
+    from runner_api.checkpoint.config import HF_ARCHITECTURES
+
+    name = str(trace.meta["model"])
+    places = [Path(given)] if given else [path.parent / "checkpoints" / name, CHECKPOINTS / name]
+    folder = next((p for p in places if p.exists()), None)
+    if folder is None:
+        raise CheckpointError(
+            f"model {name!r} of recording {trace.name!r} is not found", field="model",
+            got=[str(p) for p in places], hint="Give its folder with --model",
+        )  # fmt: skip
+    architecture = _architecture(folder)
+    if architecture is None or architecture in HF_ARCHITECTURES:
+        setup.model, setup.model_name, setup.judge_tokens = str(folder), name, True
+        return
+    setup.model, setup.model_name = _witness(setup, trace), "witness"
+    setup.notes.append(
+        f"{architecture} is not supported: integer fields alone, on the witness model; tokens are not judged"
+    )
+
+
+def _architecture(folder: Path) -> str | None:
+    """The family that a Hugging Face folder names; None where `load_checkpoint` must find out."""
+    if not (folder / "config.json").is_file():
+        return None
+    try:
+        names = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
+        return str(names[0])
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as e:
+        raise CheckpointError(f"names no architecture: {e}", field=str(folder / "config.json")) from e
+
+
+def _witness(setup: Setup, trace: Trace, vocab_size: int | None = None) -> WitnessConfig:
+    groups = (WitnessGroup(trace.meta["block_size"]),) * setup.num_groups
+    if vocab_size is None:
+        drawn = (t for s in trace.steps for tokens in s.tokens().values() for t in tokens)
+        largest = max(*(int(s.input_ids.max(initial=0)) for s in trace.steps), *drawn)
+        vocab_size = max(WITNESS_VOCAB_SIZE, 1 + largest)
+    return WitnessConfig(vocab_size, groups)
+
+
+def _open_logits(path: Path) -> Any:
+    try:
+        stored = np.load(path, allow_pickle=False)
+        first = stored[stored.files[0]]
+    except (OSError, ValueError, IndexError, AttributeError) as e:
+        raise TraceError(f"recorded logits cannot be read: {e}", field=str(path)) from e
+    if first.ndim != 2:
+        raise TraceError("recorded logits", field=str(path), got=first.shape, expected="[rows, vocabulary]")
+    return stored
+
+
+def _step_logits(stored: Any, record: StepRecord, name: str) -> np.ndarray:
+    key = f"logits_{record.extra['step']}"
+    if key not in stored.files:
+        raise TraceError("missing field", field=f"{name}_logits.npz {key}")
+    return np.array(stored[key], np.float32)

@@ -1,0 +1,169 @@
+"""The witness model on the device. Its definition is in runner_api/witness.py. Twin: cpu_reference/models/witness.py.
+
+Sums wrap modulo 2^64, so they may be added in any order and the bits are the twin's. Tensors store the 64 bits as
+int64, which torch can copy and index; kernels read them as uint64, so that shifts are logical.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from gpu_backend.attn_metadata import AttentionMetadata
+from gpu_backend.kv_cache import LayerCache, reshape_and_cache
+from gpu_backend.triton_support import INTERPRETED, block, entry, launch
+from runner_api import witness as w
+from runner_api.kv_cache import KVCacheSpec
+from runner_api.witness import WitnessConfig
+
+TOKEN, POSITION, INDEX, VOCAB = (tl.constexpr(c) for c in (w.TOKEN, w.POSITION, w.INDEX, w.VOCAB))
+MIX_1, MIX_2 = tl.constexpr(w.MIX_1), tl.constexpr(w.MIX_2)
+LOGIT_SHIFT, LOGIT_SCALE = tl.constexpr(w.LOGIT_SHIFT), tl.constexpr(w.LOGIT_SCALE)
+
+
+@triton.jit
+def mix64(x):
+    """The splitmix64 finaliser on uint64, modulo 2^64."""
+    x = (x ^ (x >> 30)) * MIX_1
+    x = (x ^ (x >> 27)) * MIX_2
+    return x ^ (x >> 31)
+
+
+@entry
+@triton.jit
+def _witness_attention_kernel(
+    token_cache,
+    position_cache,
+    block_table,
+    query_start_loc,
+    seq_lens,
+    hidden,
+    cache_block_stride,
+    cache_slot_stride,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0 = none
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    i = tl.program_id(0)
+    start = tl.load(query_start_loc + i)
+    query_len = tl.load(query_start_loc + i + 1) - start
+    seq_len = tl.load(seq_lens + i)
+    for first_query in range(0, query_len, QUERIES):
+        query = first_query + tl.arange(0, QUERIES)
+        at = seq_len - query_len + query
+        total = tl.zeros([QUERIES], tl.uint64)
+        # 1 the keys that a query of this tile sees, tile by tile
+        end_key = seq_len - query_len + tl.minimum(first_query + QUERIES, query_len)
+        for first_key in range(0, end_key, KEYS):
+            index = first_key + tl.arange(0, KEYS)
+            known = index < end_key
+            # 2 the pair stored at their slots; block ids are widened before they are multiplied
+            kv_block = tl.load(block_table + i * table_stride + index // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
+            place = kv_block * cache_block_stride + (index % BLOCK_SIZE) * cache_slot_stride
+            token = tl.load(token_cache + place, mask=known, other=0).to(tl.uint64)
+            position = tl.load(position_cache + place, mask=known, other=0).to(tl.uint64)
+            # 3 hash
+            term = mix64(token * TOKEN + position * POSITION + (index + 1).to(tl.uint64) * INDEX)
+            # 4 each query sees the keys from the window's edge to itself
+            seen = index[None, :] <= at[:, None]
+            if WINDOW > 0:
+                seen = seen & (at[:, None] - index[None, :] < WINDOW)
+            total += tl.sum(tl.where(seen, term[None, :], 0), 1)
+        own = query < query_len
+        place = hidden + (start + query).to(tl.int64)
+        before = tl.load(place, mask=own, other=0).to(tl.uint64)
+        tl.store(place, (before + total * (2 * GROUP + 1)).to(tl.int64), mask=own)
+
+
+def witness_attention(
+    token_cache: torch.Tensor,
+    position_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_reqs: int,
+    window: int | None,
+    group: int,
+    hidden: torch.Tensor,
+) -> None:
+    """Add to each token's hidden value the hash of the pairs it sees through its request's block table.
+
+    Shapes: caches: int64[num_blocks, block_size, 1, 1]; block_table: int32[num_reqs, W]; query_start_loc:
+    int32[num_reqs+1]; seq_lens: int32[num_reqs]; hidden: int64[tp], the bits of the twin's uint64.
+    Writes: hidden of the batch's tokens.
+    """
+    keys = 256 if INTERPRETED else 64
+    launch(
+        _witness_attention_kernel, (num_reqs,),
+        token_cache, position_cache, block_table, query_start_loc, seq_lens, hidden,
+        *token_cache.stride()[:2], block_table.stride(0),
+        BLOCK_SIZE=token_cache.shape[1], WINDOW=window or 0, GROUP=group, QUERIES=64, KEYS=keys,
+    )  # fmt: skip
+
+
+@entry
+@triton.jit(do_not_specialize=["vocab_size"])
+def _witness_logits_kernel(hidden_states, vocab_size, logits, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    hidden = tl.load(hidden_states + row).to(tl.uint64)
+    # 1 the top 20 bits of the hash of (hidden value, token)
+    word = mix64(hidden + (token + 1).to(tl.uint64) * VOCAB) >> LOGIT_SHIFT
+    # 2 as an exact float32 in [0, 16)
+    value = word.to(tl.int32).to(tl.float32) * LOGIT_SCALE
+    tl.store(logits + row * vocab_size + token, value, mask=token < vocab_size)
+
+
+def witness_logits(hidden_states: torch.Tensor, vocab_size: int, logits: torch.Tensor) -> None:
+    """The logits of every token, from the row's hidden value.
+
+    Shapes: hidden_states: int64[L]; logits: float32[L, V], contiguous. Writes: logits.
+    """
+    tile = block(vocab_size, most=65536 if INTERPRETED else 1024)
+    launch(
+        _witness_logits_kernel, (len(hidden_states), triton.cdiv(vocab_size, tile)),
+        hidden_states, vocab_size, logits, BLOCK=tile,
+    )  # fmt: skip
+
+
+class WitnessModel:
+    def __init__(self, config: WitnessConfig) -> None:
+        self.config = config
+        self.vocab_size = config.vocab_size
+
+    def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
+        return self.config.kv_cache_specs()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: dict[str, LayerCache],
+        attn_metadata: dict[str, AttentionMetadata],
+        intermediates: dict[str, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Hidden values as int64[tp, 1]."""
+        hidden = torch.zeros(len(input_ids), dtype=torch.int64, device=input_ids.device)
+        key, value = input_ids.to(torch.int64).view(-1, 1, 1), positions.view(-1, 1, 1)
+        for g in range(len(self.config.groups)):
+            layer = f"witness.{g}"
+            cache, m = kv_caches[layer], attn_metadata[layer]
+            # 1 every token's pair is written before any is read
+            reshape_and_cache(key, value, m.slot_mapping, *cache)
+            # 2 read them back through the block table
+            witness_attention(
+                *cache, m.block_table, m.query_start_loc, m.seq_lens, m.num_reqs, m.window, g, hidden
+            )
+        if intermediates is not None:
+            intermediates["hidden"] = hidden.clone()
+        return hidden[:, None]
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """float32[L, V], exact."""
+        logits = torch.empty(len(hidden_states), self.vocab_size, dtype=torch.float32, device=hidden_states.device)
+        witness_logits(hidden_states.reshape(-1), self.vocab_size, logits)
+        return logits

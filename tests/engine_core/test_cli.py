@@ -1,0 +1,152 @@
+"""The program: exit codes, one-line errors, broken subcommands, and output for machines."""
+
+import json
+from importlib.metadata import EntryPoint
+
+import pytest
+
+import engine_core.cli as cli
+from engine_core import commands
+from engine_core.llm import LLM
+from runner_api import EngineError, WitnessConfig, __version__
+
+GOOD = EntryPoint("good", "test_cli:add_good", cli.ENTRY_POINT_GROUP)
+BROKEN = EntryPoint("broken", "no_such_module_xyz:command", cli.ENTRY_POINT_GROUP)
+
+
+def add_good(subparsers):
+    parser = subparsers.add_parser("good", help="does as it is told")
+    parser.add_argument("what")
+    parser.set_defaults(run=run_good)
+
+
+def run_good(args):
+    if args.what == "refuse":
+        raise EngineError("two\nlines", field="x", got=1, expected=2)
+    if args.what == "interrupt":
+        raise KeyboardInterrupt
+    if args.what == "diverge":
+        return 1
+    print("done")
+    return 0
+
+
+@pytest.fixture
+def program(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "entry_points", lambda group: [GOOD, BROKEN])
+
+    def run(*argv):
+        code = cli.main(argv)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_exit_codes(program):
+    assert program("good", "x") == (0, "done\n", "")
+    assert program("good", "diverge")[0] == 1
+    assert program("good", "interrupt")[0] == 130
+    assert program("good", "refuse") == (2, "", "error: MR-ERR-010 x: two lines (got 1, expected 2)\n")
+    for argv in ((), ("nonsense",), ("good",), ("good", "x", "--what"), ("--log-level", "loud", "good", "x")):
+        code, out, err = program(*argv)
+        assert (code, out) == (2, "")
+        assert "modelrunner" in err
+
+
+def test_version_and_help(program):
+    assert program("--version")[:2][0] == 0
+    assert __version__ in program("--version")[1]
+    code, out, _ = program("--help")
+    assert code == 0
+    assert "does as it is told" in out
+
+
+def test_a_broken_command_is_listed_and_refuses(program):
+    assert "no_such_module_xyz" in program("--help")[1].replace("\n", " ")
+    for argv in (("broken",), ("broken", "--option", "value")):
+        code, out, err = program(*argv)
+        assert (code, out) == (2, "")
+        assert err.startswith("error: command 'broken' is unavailable: ModuleNotFoundError")
+        assert err.count("\n") == 1
+
+
+def run_command(add, argv, capsys):
+    parser = cli.argparse.ArgumentParser()
+    add(parser.add_subparsers())
+    args = parser.parse_args(argv)
+    code = args.run(args)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_runners_lists_what_can_and_what_cannot_be_used(capsys):
+    argv = ["runners", "cpu", "engine_fake_runner:FakeRunner", "no_such_module_xyz:Runner"]
+    code, out, _ = run_command(commands.runners, [*argv, "--json"], capsys)
+    assert code == 0
+    cpu, fake, missing = json.loads(out)
+    assert cpu["class_path"] == "cpu_reference.runner.CpuModelRunner"
+    assert cpu["layouts"][0] == "slots"
+    assert "generate" in cpu["capabilities"]
+    assert fake["layouts"] == ["slots", "dense"]
+    assert "no_such_module_xyz" in missing["error"]
+    assert missing["capabilities"] is None
+    code, out, _ = run_command(commands.runners, argv, capsys)
+    assert code == 0
+    assert "cannot be used" in out
+    assert "device        cpu" in out
+
+
+def test_runners_help_documents_every_key(capsys):
+    _, out, _ = run_command(commands.runners, ["runners", "cpu", "--json"], capsys)
+    for key in json.loads(out)[0]:
+        assert key in commands.RUNNERS_JSON
+
+
+def test_generate(monkeypatch, capsys):
+    class Characters:
+        eos_token_ids = ()
+
+        def encode(self, text):
+            return [ord(c) - 64 for c in text]
+
+        def decode(self, ids, skip_special_tokens=True):
+            return "".join(chr(64 + i) for i in ids)
+
+    built = []
+
+    def witness(model, runner, **options):
+        built.append((model, runner, options))
+        llm = LLM(WitnessConfig(64), runner, **{**options, "max_model_len": 64})
+        llm.tokenizer = Characters()
+        return llm
+
+    monkeypatch.setattr(commands, "LLM", witness)
+    argv = ["generate", "some-model", "AB", "C", "--max-tokens", "5", "--dtype", "float64"]
+    code, out, err = run_command(commands.generate, argv, capsys)
+    assert code == 0
+    lines = out.splitlines()
+    assert (lines[0], len(lines[1]), lines[2], len(lines[3])) == ("--- AB", 5, "--- C", 5)
+    assert err.startswith("10 tokens in ")
+    assert "tokens/s (cpu on cpu, float64)" in err
+    assert built[0][:2] == ("some-model", "cpu")
+
+    code, out, err = run_command(
+        commands.generate, [*argv, "--json", "--n", "2", "--temperature", "1", "--seed", "3"], capsys
+    )
+    assert (code, err) == (0, "")
+    result = json.loads(out)
+    assert [o["index"] for o in result["outputs"]] == [0, 1, 0, 1]
+    assert result["num_tokens"] == 20
+    assert result["runner"]["dtype"] == "float64"
+    for key in [*result, *result["outputs"][0], *result["runner"]]:
+        assert key in commands.GENERATE_JSON or key == "notes"
+
+
+def test_the_installed_program_finds_its_commands(capsys):
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert "answer prompts from a checkpoint" in out
+    assert "what is installed and what it can do" in out
+    assert cli.main(["generate", "/no/such/model", "x"]) == 2
+    assert capsys.readouterr().err.startswith("error: MR-ERR-007")

@@ -1,0 +1,154 @@
+"""The engine loop: admission, seeds, stops, depth, and what happens after a failure."""
+
+import pytest
+from engine_fake_runner import FakeRunner, build_engine, expected, run_to_end
+
+from runner_api import Capability, CapabilityError, EngineError, ModelRunnerOutput, SamplingParams
+
+
+def params(**kwargs) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "seed": 0, "max_tokens": 4, **kwargs})
+
+
+def test_outputs_arrive_step_by_step():
+    engine, runner = build_engine(max_num_batched_tokens=4)
+    engine.add_request("a", [1, 2, 3, 4, 5], params())
+    want = expected([1, 2, 3, 4, 5], 0, 4, runner.model, 48)
+    assert engine.step() == []  # a chunk
+    for i in range(4):
+        (output,) = engine.step()
+        assert output.new_token_ids == (want[i],)
+        assert output.finish_reason == ("length" if i == 3 else None)
+    assert not engine.has_unfinished_requests
+    assert engine.has_requests  # the runner has not been told yet
+    assert engine.step() == []
+    assert runner.plans[-1].finished_req_ids == {"a"}
+    assert not engine.has_requests
+    assert engine.step() == []
+    assert len(runner.plans) == 6
+
+
+@pytest.mark.parametrize("depth", [2, 3, 5])
+def test_asynchronous_steps_overlap(depth):
+    engine, runner = build_engine(async_scheduling=True, depth=depth)
+    engine.add_request("a", [1, 2], params(max_tokens=6))
+    engine.add_request("b", [3], params(max_tokens=3))
+    for launched in range(1, depth):
+        assert engine.step() == []
+        assert len(runner.plans) == launched
+    assert [o.req_id for o in engine.step()] == ["a", "b"]
+    got = run_to_end(engine)
+    assert got["a"] == expected([1, 2], 0, 6, runner.model, 48)[1:]
+    # A request whose tokens under way reach its limit is not scheduled once more.
+    assert sum("b" in p.num_scheduled_tokens for p in runner.plans) == 3
+
+
+def test_asynchronous_stop_ignores_the_step_under_way():
+    engine, runner = build_engine(async_scheduling=True)
+    want = expected([1, 2], 0, 6, runner.model, 48)
+    engine, runner = build_engine(async_scheduling=True, eos=(want[2],))
+    engine.add_request("a", [1, 2], params(max_tokens=6))
+    got = run_to_end(engine)["a"]
+    assert got == want[: want.index(want[2]) + 1]
+    assert sum("a" in p.num_scheduled_tokens for p in runner.plans) == len(got) + 1
+
+
+def test_asynchronous_needs_the_capability(monkeypatch):
+    monkeypatch.setattr("engine_fake_runner.CAPABILITIES", frozenset({Capability.GENERATE}))
+    with pytest.raises(CapabilityError, match="async_output"):
+        build_engine(async_scheduling=True)
+
+
+def test_end_of_sequence_and_stop_token():
+    engine, runner = build_engine()
+    want = expected([9, 8], 0, 6, runner.model, 48)
+    for kwargs, reason in [({"stop_token_ids": (want[1],)}, want[1]), ({}, None)]:
+        engine, _ = build_engine(eos=() if kwargs else (want[1],))
+        engine.add_request("a", [9, 8], params(max_tokens=6, **kwargs))
+        last = [o for _ in range(9) for o in engine.step()][-1]
+        assert (last.finish_reason, last.stop_reason) == ("stop", reason)
+        assert last.new_token_ids == (want[1],)
+
+
+def test_seeds_are_drawn_once_and_repeat():
+    def seeds(engine_seed, *wanted):
+        engine, _ = build_engine()
+        engine._rng = type(engine._rng)(type(engine._rng.bit_generator)(engine_seed))
+        return [
+            engine.add_request(str(i), [1], SamplingParams(seed=seed)).seed for i, seed in enumerate(wanted)
+        ]
+
+    first = seeds(0, None, 7, None)
+    assert first[1] == 7
+    assert first[0] != first[2]
+    assert seeds(0, None, 7, None) == first
+    assert seeds(1, None, 7, None)[0] != first[0]
+
+
+def test_a_resumed_request_keeps_its_seed():
+    engine, runner = build_engine(num_blocks=7, prefix_caching=False)
+    for name in "abc":
+        engine.add_request(name, [1] * 7, SamplingParams(max_tokens=8))
+    run_to_end(engine)
+    sent: dict[str, set[int]] = {}
+    for plan in runner.plans:
+        for new in plan.scheduled_new_reqs:
+            sent.setdefault(new.req_id, set()).add(new.seed)
+    assert sum(len(p.preempted_req_ids) for p in runner.plans) > 0
+    assert all(len(seeds) == 1 for seeds in sent.values())
+    assert len(set.union(*sent.values())) == 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kwargs", "error", "text"),
+    [
+        ([32], {}, EngineError, r"prompt_token_ids\['x'\].*0 <= id < 32"),
+        ([-1], {}, EngineError, "not a token id"),
+        ([True], {}, EngineError, "not a token id"),
+        ([1.0], {}, EngineError, "not a token id"),
+        ([], {}, EngineError, "prompt length"),
+        ([1], {"top_p": 0.5, "temperature": 1.0}, CapabilityError, "does not offer top_p"),
+        ([1], {"min_tokens": 2}, CapabilityError, "min_tokens"),
+        ([1], {"logprobs": 2}, CapabilityError, "logprobs"),
+        ([1], {"allowed_token_ids": (99,)}, EngineError, "allowed_token_ids"),
+        ([1], {"n": 2, "temperature": 1.0}, EngineError, "one sequence"),
+    ],
+)
+def test_admission(prompt, kwargs, error, text):
+    engine, _ = build_engine()
+    state = engine._rng.bit_generator.state
+    with pytest.raises(error, match=text):
+        engine.add_request("x", prompt, params(**{**kwargs, "seed": None}))
+    assert not engine.has_requests
+    assert engine._rng.bit_generator.state == state
+
+
+def test_a_failure_is_final(monkeypatch):
+    engine, _ = build_engine()
+    engine.add_request("a", [1], params())
+
+    def broken(self, *args, **kwargs):
+        raise ValueError("no")
+
+    monkeypatch.setattr(FakeRunner, "execute_model", broken)
+    with pytest.raises(EngineError, match="rank 0 failed in execute_model: ValueError: no"):
+        engine.step()
+    for call in (engine.step, lambda: engine.add_request("b", [1], params())):
+        with pytest.raises(EngineError, match="the engine stopped after WorkerError"):
+            call()
+    engine.shutdown()
+
+
+def test_a_runner_that_answers_wrongly_is_found_out(monkeypatch):
+    engine, _ = build_engine()
+    engine.add_request("a", [1], params())
+    original = FakeRunner.sample_tokens
+
+    def renamed(self, *args, **kwargs):
+        output = original(self, *args, **kwargs)
+        output.output = ModelRunnerOutput(("b",), output.output.sampled_token_ids)
+        return output
+
+    monkeypatch.setattr(FakeRunner, "sample_tokens", renamed)
+    with pytest.raises(EngineError, match="does not answer the plan"):
+        engine.step()
