@@ -41,11 +41,11 @@ def replay(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "replay",
         help="hold a runner against recordings of vLLM",
-        description="Give a runner the recorded plans, impose the recorded outcome, and compare what it built and drew.",
+        description="Give a runner recorded plans, impose the recorded outcome, and compare what it built and drew.",
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="a recording (.jsonl)")
     parser.add_argument("--runner", default="cpu", help="an installed runner, or package.module:factory (default: cpu)")
-    parser.add_argument("--model", metavar="PATH", help="the recorded model (default: checkpoints/NAME beside the file)")
+    parser.add_argument("--model", metavar="PATH", help="the recorded model (default: checkpoints/NAME by the file)")
     parser.add_argument(
         "--logits", choices=("auto", "recorded", "model"), default="auto",
         help="draw from FILE's NAME_logits.npz or from the model (default: recorded logits where they exist)",
@@ -58,6 +58,20 @@ def replay(subparsers: Any) -> None:
     parser.add_argument("--device", default="auto", help="where the runner runs (default: auto)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(run=_replay)
+
+
+def mutants(subparsers: Any) -> None:
+    """`modelrunner mutants`: show that the clauses notice faults."""
+    parser = subparsers.add_parser(
+        "mutants",
+        help="plant known faults in a runner and show which clauses notice",
+        description="Plant known faults in copies of a runner, one at a time, and show which clauses notice.",
+    )
+    parser.add_argument("--runner", default="cpu", help="whose mutants (default: cpu)")
+    parser.add_argument("--only", metavar="ID", help="this mutant alone")
+    parser.add_argument("--jobs", type=int, metavar="N", help="processes (default: one per core)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object with the kill matrix")
+    parser.set_defaults(run=_mutants)
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -76,3 +90,9 @@ def _replay(args: argparse.Namespace) -> int:
     from conformance.replay import run_replay
 
     return run_replay(args)
+
+
+def _mutants(args: argparse.Namespace) -> int:
+    from conformance.kill_matrix import run_mutants
+
+    return run_mutants(args)

@@ -130,23 +130,22 @@ def owner_of(name: str, index: tuple[int, ...], record: StepRecord) -> tuple[str
     elif name in BOUNDARY_FIELDS and index:
         req = max(index[0] - 1, 0)
     req_id = record.req_ids[req] if req is not None and req < len(record.req_ids) else None
-    positions = record.positions
-    position = int(positions[token]) if token is not None and positions.ndim == 1 and token < len(positions) else None
-    return req_id, position
+    at = record.positions
+    known = token is not None and at.ndim == 1 and 0 <= token < len(at)
+    return req_id, int(at[token]) if known else None
 
 
 def _compare_block_tables(expected: Any, got: Any) -> tuple[int, int, tuple[int, ...] | None]:
     equal = different = 0
     first: tuple[int, ...] | None = None
     for g in range(max(len(expected), len(got))):
-        theirs = expected[g] if g < len(expected) else None
-        ours = got[g] if g < len(got) else None
-        rows = ours if theirs is None else theirs
-        for i, row in enumerate(rows):
-            if theirs is None or ours is None or i >= len(ours):
-                e, d, at = 0, len(row), (0,) if len(row) else None
-            else:
+        theirs = expected[g] if g < len(expected) else ()
+        ours = got[g] if g < len(got) else ()
+        for i, row in enumerate(theirs if g < len(expected) else ours):
+            if i < len(theirs) and i < len(ours):
                 e, d, at = compare_arrays(row, ours[i][: len(row)])
+            else:
+                e, d, at = compare_arrays(row, None)
             equal, different = equal + e, different + d
             if first is None and at is not None:
                 first = (g, i, *at)

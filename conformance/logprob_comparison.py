@@ -5,9 +5,12 @@ A batch's arrays are as wide as its widest request; what stands behind a narrowe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from conformance.comparison import Difference, FieldComparison
+from conformance.comparison import Difference, FieldComparison, owner_of
+from runner_api.errors import TraceError
 from runner_api.record import StepRecord
 
 LOGPROB_FIELDS = ("logprob_token_ids", "ranks", "logprobs")
@@ -20,19 +23,21 @@ LOGPROB_BOUND_RECORDED_LOGITS = 1e-4
 
 
 def compare_logprobs(
-    name: str, expected: StepRecord, got: StepRecord, widths: np.ndarray, *, exact: bool
+    name: str, expected: StepRecord, got: StepRecord, wanted: Sequence[int | None], *, exact: bool
 ) -> FieldComparison:
     """Compare one of LOGPROB_FIELDS.
 
-    widths: int64[R] how many log probabilities each request asked for (-1 = none at all, -2 would be the same; the
-    sampled token's column comes on top). exact: both sides saw the same logits. Where they did not, rounding may swap
-    neighbours, so that ids behind column 0 and ranks say nothing: they are not counted.
+    wanted: by request, its `SamplingParams.logprobs` (None = none; the drawn token's column comes on top). exact: both
+    sides saw the same logits. Where they did not, rounding may swap neighbours, so that ids behind column 0 and ranks
+    say nothing: they are not counted. Raises `TraceError` if `expected` has not one row per request.
     """
     left = _columns(getattr(expected, name))
     right = getattr(got, name)
+    if left.shape[0] != len(wanted):
+        raise TraceError("not one row per request", field=name, got=left.shape[0], expected=len(wanted))
     # 1 which elements count
-    columns = np.arange(left.shape[1])[None, :]
-    counted = (widths[:, None] >= 0) & (columns <= np.maximum(widths, 0)[:, None])
+    own = np.array([0 if n is None else left.shape[1] if n == -1 else 1 + n for n in wanted])
+    counted = np.arange(left.shape[1])[None, :] < own[:, None]
     if not exact and name == "ranks":
         counted[:] = False
     if not exact and name == "logprob_token_ids":
@@ -56,12 +61,12 @@ def compare_logprobs(
     if not len(wrong):
         return FieldComparison(name, equal, 0)
     i, c = (int(x) for x in wrong[0])
-    position = int(expected.positions[expected.logits_indices[i]])
+    req_id, position = owner_of("logits_indices", (i,), expected)
     value = theirs[i, c].item() if present[i, c] else None
     if value is not None and name != "logprobs":
         value = int(value)
     index = (i,) if name == "ranks" else (i, c)
-    first = Difference(name, index, expected.req_ids[i], position, left[i, c].item(), value)
+    first = Difference(name, index, req_id, position, left[i, c].item(), value)
     return FieldComparison(name, equal, len(wrong), first)
 
 

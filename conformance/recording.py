@@ -20,6 +20,7 @@ from runner_api import (
     Capability,
     CapabilityError,
     CheckpointError,
+    ConfigError,
     ForcedStep,
     KVCacheConfig,
     KVCacheGroup,
@@ -80,12 +81,18 @@ class ReplayStep:
         # Entries past num_sampled were never written by the recorded program: they must not reach the runner.
         token_ids = np.zeros((r, 1 + k), np.int64)
         for i, n in enumerate(record.num_sampled.tolist()):
-            token_ids[i, :n] = record.token_ids[i, :n]
+            taken = record.token_ids[i, : max(n, 0)]
+            token_ids[i, : len(taken)] = taken
         drafts = None
         if k:
             drafts = np.zeros((r, k), np.int64)
             for i, req_id in enumerate(record.req_ids):
                 held = (next_drafts or {}).get(req_id, ())
+                if len(held) > k:
+                    raise TraceError(
+                        "more drafts than may be", field="draft_tokens_state", req_id=req_id, got=held,
+                        expected=f"at most {k}",
+                    )  # fmt: skip
                 drafts[i, : len(held)] = held
         shape = record.descriptor
         descriptor = None if shape is None else BatchDescriptor(shape.cg_mode, shape.num_tokens, shape.num_reqs)
@@ -134,20 +141,17 @@ def prepare(
         raise TraceError("holds no step with a batch", field=str(path))
     setup = Setup(_config(path, trace, dtype, device), len(batches[0].block_tables))
     stored = path.with_name(f"{path.stem}_logits.npz")
-    if logits == "recorded" or (logits == "auto" and stored.is_file()):
-        setup.logits = _open_logits(stored)
-        setup.judge_tokens = True
+    if setup.config.num_speculative_tokens:
+        _integers_alone(setup, trace, "a recording with drafts, which are forced like their outcome", model, logits)
+    elif logits == "recorded" or (logits == "auto" and model is None and stored.is_file()):
+        if model is not None:
+            raise ConfigError("a model and recorded logits", field="--model", got=model, expected="one of the two")
+        setup.logits, setup.judge_tokens = _open_logits(stored), True
         vocab_size = setup.logits[setup.logits.files[0]].shape[1]
         setup.model, setup.model_name = _witness(setup, trace, vocab_size), "recorded logits"
         setup.notes.append("tokens are drawn from the recorded logits; no model is run for them")
-    elif setup.config.num_speculative_tokens:
-        setup.model, setup.model_name = _witness(setup, trace), "witness"
-        setup.notes.append(
-            "recording with drafts: integer fields alone, on the witness model; drafts and their outcome are forced, "
-            "tokens are not judged"
-        )
     else:
-        _find_model(setup, path, trace, model)
+        _find_model(setup, path, trace, model, logits)
     if setup.judge_tokens:
         setup.config = replace(setup.config, record=frozenset({"logits"}))
     return setup
@@ -257,7 +261,19 @@ def _needs(setup: Setup, steps: Sequence[StepRecord]) -> set[Capability]:
 # -- model and logits -----------------------------------------------------------------------------------------
 
 
-def _find_model(setup: Setup, path: Path, trace: Trace, given: str | None) -> None:
+def _integers_alone(setup: Setup, trace: Trace, reason: str, model: str | None, logits: str) -> None:
+    """Use the witness model, whose tokens are not the recorded ones; refuse options that would then be ignored."""
+    for name, value, neutral in (("--model", model, None), ("--logits", logits, "auto")):
+        if value != neutral:
+            raise CapabilityError(
+                f"{trace.name} is replayed on the witness model ({reason})", field=name, got=value,
+                hint=f"Leave {name} out",
+            )  # fmt: skip
+    setup.model, setup.model_name = _witness(setup, trace), "witness"
+    setup.notes.append(f"integer fields alone, on the witness model: {reason}; tokens are not judged")
+
+
+def _find_model(setup: Setup, path: Path, trace: Trace, given: str | None, logits: str) -> None:
     """Set model, name and notes: the recorded model, or the witness where its family is not supported."""
     from runner_api.checkpoint.config import HF_ARCHITECTURES
 
@@ -273,10 +289,7 @@ def _find_model(setup: Setup, path: Path, trace: Trace, given: str | None) -> No
     if architecture is None or architecture in HF_ARCHITECTURES:
         setup.model, setup.model_name, setup.judge_tokens = str(folder), name, True
         return
-    setup.model, setup.model_name = _witness(setup, trace), "witness"
-    setup.notes.append(
-        f"{architecture} is not supported: integer fields alone, on the witness model; tokens are not judged"
-    )
+    _integers_alone(setup, trace, f"{architecture} is not supported", given, logits)
 
 
 def _architecture(folder: Path) -> str | None:

@@ -10,7 +10,7 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from conformance.comparison import Difference, FieldComparison, compare_field
+from conformance.comparison import Difference, FieldComparison, compare_field, owner_of
 from conformance.logprob_comparison import LOGPROB_FIELDS, compare_logprobs
 from conformance.recording import Setup, build_runner, prepare, replay_steps
 from runner_api import (
@@ -43,6 +43,7 @@ NEAR_TIE_MARGIN = NEAR_TIE + 2 * 0.04
 # Drawing from the recorded logits leaves no such error: only the last bits of the noise's logarithms may differ.
 NEAR_TIE_RECORDED_LOGITS = 1e-4
 
+GREEDY = SamplingParams(temperature=0.0)
 log = logging.getLogger("modelrunner")
 
 
@@ -113,7 +114,7 @@ def replay_recording(
     dtype: str = "float32",
     device: str = "auto",
     trace: Trace | None = None,
-    progress: Any = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> RecordingReport:
     """Replay one recording on one runner; `steps` of it if given.
 
@@ -167,7 +168,7 @@ class StepJudge:
     def admit(self, record: StepRecord) -> None:
         """Remember how the step's new requests want to be sampled."""
         for new in record.plan.scheduled_new_reqs:
-            self._params[new.req_id] = new.sampling_params or SamplingParams(temperature=0.0)
+            self._params[new.req_id] = new.sampling_params or GREEDY
 
     def compare(self, number: int, expected: StepRecord, got: StepRecord) -> None:
         """One step, its fields in the order in which they are computed, then its tokens, then log probabilities."""
@@ -178,33 +179,29 @@ class StepJudge:
         if not self.setup.judge_tokens:
             return
         self._judge_tokens(number, expected, got)
-        widths = np.array(
-            [-1 if (n := self._params[r].logprobs) is None else n for r in expected.req_ids], np.int64
-        )
+        wanted = [self._params.get(r, GREEDY).logprobs for r in expected.req_ids]
         for name in LOGPROB_FIELDS:
             if getattr(expected, name) is not None:
                 self.report.add(
-                    number, compare_logprobs(name, expected, got, widths, exact=self.setup.recorded_logits)
+                    number, compare_logprobs(name, expected, got, wanted, exact=self.setup.recorded_logits)
                 )
 
     def failed(self, number: int, record: StepRecord, error: Exception) -> None:
         """The runner could not take a step that the recorded program took: a divergence that ends the replay."""
-        refused = isinstance(error, PlanError)
-        name = (error.field if refused else None) or "step"
-        name = name.removeprefix("forced.")
-        log.debug("step %d failed", number, exc_info=error)
-        text = str(error) if refused else f"{type(error).__name__}: {error}"
-        expected = "the recorded step to be accepted"
-        if name == "num_sampled":
+        name, req_id, text = "step", None, f"{type(error).__name__}: {error}"
+        if isinstance(error, PlanError):
+            name, req_id, text = (error.field or name).removeprefix("forced."), error.req_id, str(error)
+        expected: Any = "the recorded step to be accepted"
+        if name == "num_sampled":  # which row, the runner does not say
             expected = record.num_sampled.tolist()
-            counts = self.report.fields.setdefault(name, [0, 0])
-            counts[1] += 1
-        self.report.diverge(number, Difference(name, (), error.req_id if refused else None, None, expected, text))
+            self.report.fields.setdefault(name, [0, 0])[1] += 1
+        log.debug("step %d failed", number, exc_info=error)
+        self.report.diverge(number, Difference(name, (), req_id, None, expected, text))
         self.report.notes.append(f"ended at step {number}: the runner did not take it ({text})")
 
     def _judge_tokens(self, number: int, expected: StepRecord, got: StepRecord) -> None:
         own = np.asarray(got.token_ids)
-        for i in np.flatnonzero(expected.num_sampled > 0):
+        for i in np.flatnonzero(expected.num_sampled > 0).tolist():
             recorded = int(expected.token_ids[i, 0])
             drawn = int(own[i, 0]) if i < len(own) and own.shape[1] else None
             if drawn == recorded:
@@ -213,21 +210,20 @@ class StepJudge:
                 kind = "near_tie" if self._is_near_tie(i, recorded, drawn, expected, got) else "different"
             self.report.tokens[kind] += 1
             if kind == "different":
-                req_id = expected.req_ids[i]
-                position = int(expected.positions[expected.logits_indices[i]]) + 1
-                self.report.diverge(
-                    number, Difference("token_ids", (int(i), 0), req_id, position, recorded, drawn)
-                )
+                # The token drawn after logits row i: this only runs without drafts, one logits row a request.
+                req_id, at = owner_of("logits_indices", (i,), expected)
+                position = None if at is None else at + 1
+                self.report.diverge(number, Difference("token_ids", (i, 0), req_id, position, recorded, drawn))
 
     def _is_near_tie(self, i: int, recorded: int, drawn: int | None, expected: StepRecord, got: StepRecord) -> bool:
         """Can rounding in the recorded program explain that row i drew another token?"""
-        params = self._params[expected.req_ids[i]]
+        params = self._params.get(expected.req_ids[i], GREEDY)
         scores = got.logits if params.greedy else got.intermediates.get("scores")
         if scores is None or drawn is None or i >= len(scores) or max(drawn, recorded) >= scores.shape[1]:
             return False
         bound = self._near_tie
-        margins = expected.extra.get("top2_margin")
-        if params.greedy and margins is not None and margins[i] is not None and margins[i] > NEAR_TIE_MARGIN:
+        margin = expected.extra["top2_margin"][i] if "top2_margin" in expected.extra else None
+        if params.greedy and margin is not None and margin > NEAR_TIE_MARGIN:
             return False
         if not params.greedy:
             bound *= max(1.0, params.repetition_penalty) / params.temperature
@@ -245,15 +241,15 @@ def run_replay(args: argparse.Namespace) -> int:
     # A broken file is found before an hour is spent on the ones in front of it.
     traces = [load_trace(path) for path in args.files]
     reports = []
-    with _progress_bar(not args.json) as progress:
-        for path, trace in zip(args.files, traces, strict=True):
+    for path, trace in zip(args.files, traces, strict=True):
+        with _progress_bar(trace.name) as progress:
             report = replay_recording(
                 path, runner=args.runner, model=args.model, logits=args.logits, steps=args.steps, dtype=args.dtype,
-                device=args.device, trace=trace, progress=progress(trace.name),
+                device=args.device, trace=trace, progress=progress,
             )  # fmt: skip
-            reports.append(report)
-            if not args.json:
-                print("\n".join(_table(report)), flush=True)
+        reports.append(report)
+        if not args.json:
+            print("\n".join(_table(report)), flush=True)
     verdict = AGREE if all(r.verdict == AGREE for r in reports) else DIVERGE
     if args.json:
         print(json.dumps({"recordings": [r.to_json() for r in reports]}, default=str))
@@ -277,27 +273,14 @@ def _table(report: RecordingReport) -> list[str]:
 
 
 @contextmanager
-def _progress_bar(wanted: bool) -> Iterator[Any]:
-    """Gives a function from a name to a progress callback, or to None where nobody is watching."""
-    if not wanted or not sys.stderr.isatty():
-        yield lambda name: None
+def _progress_bar(name: str) -> Iterator[Callable[[int, int], None] | None]:
+    """Gives a function of (steps done, steps in all) that moves a bar on stderr; None where nobody is watching."""
+    if not sys.stderr.isatty():
+        yield None
         return
     from rich.console import Console
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
-
-        def start(name: str) -> Any:
-            task = bar.add_task(name, total=None)
-
-            def advance(done: int, total: int) -> None:
-                bar.update(task, completed=done, total=total, visible=done < total)
-
-            return advance
-
-        yield start
-
-
-def replay_all(paths: Sequence[str | Path], **options: Any) -> list[RecordingReport]:
-    """`replay_recording` for each path."""
-    return [replay_recording(path, **options) for path in paths]
+        task = bar.add_task(name, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -95,6 +95,11 @@ class BlockTables:
         """Runs applied by the latest `apply_staged_writes`, over all groups."""
         return sum(t.rows_written for t in self._tables)
 
+    @property
+    def total_values_written(self) -> int:
+        """Block ids sent so far, over all groups; rebuilding every row every step would send far more."""
+        return sum(t.total_values_written for t in self._tables)
+
     def rows_to_fill(self, num_reqs: int, num_reqs_padded: int) -> int:
         """How many rows the next gather must define; remembers how many it leaves dirty."""
         rows = max(num_reqs_padded, self.num_dirty_rows)

@@ -48,7 +48,7 @@ def zero_blocks(caches: Iterable[LayerCache], block_ids: list[int]) -> None:
     """Blank whole blocks in every layer, before a step may read them."""
     for pair in caches:
         for cache in pair:
-            cache[block_ids] = 0
+            cache[list(block_ids)] = 0
 
 
 def copy_blocks(caches: Iterable[LayerCache], copies: list[tuple[int, int]]) -> None:

@@ -198,7 +198,7 @@ class CpuModelRunner:
         rows = self.logits_indices[:num_logits]
         logits = self._model.compute_logits(hidden_states[rows])
         if forced is not None and forced.logits is not None:
-            logits = forced.logits.astype(logits.dtype)
+            logits = np.asarray(forced.logits).astype(logits.dtype)
         # 2 draw
         drawn = self.sampler.sample(
             logits, self.expanded_idx_mapping[:num_logits], self.positions[rows],
@@ -212,7 +212,8 @@ class CpuModelRunner:
         )  # fmt: skip
         # 4 log probabilities of what was taken, from the unprocessed logits
         width = self.sampler.logprobs_width(self.idx_mapping[:r])
-        logprobs = compute_logprobs(logits, token_ids[:, 0], width) if width >= 0 and num_logits == r else None
+        taken = np.where(self.num_sampled[:r] > 0, token_ids[:, 0], own[:, 0])
+        logprobs = compute_logprobs(logits, taken, width) if width >= 0 and num_logits == r else None
         # 5 the copy out starts before the state changes
         output = AsyncOutput(batch.req_ids, token_ids, self.num_sampled[:r], logprobs)
         outcome = inspection.record_outcome(self, batch, logits, own, forced, drawn.scores, logprobs)
@@ -228,6 +229,7 @@ class CpuModelRunner:
         if "kv" in self.config.record:
             kv = {req_id: inspection.request_kv(self, req_id) for req_id in batch.req_ids}
             self._record = replace(self._record, kv=kv)
+        self.validator.settle(batch.req_ids, self.num_sampled[:r])
         self._pending = None
         return output
 
@@ -243,9 +245,13 @@ class CpuModelRunner:
         return self._record
 
     def poison_unused(self, value: int = -77, keep_blocks: Collection[int] = ()) -> None:
+        if not self._ready or self._pending is not None:
+            raise CallOrderError("only between two steps", field="poison_unused", hint="Call sample_tokens first")
         inspection.poison_unused(self, value, keep_blocks)
 
     def state_digest(self) -> Mapping[str, str]:
+        if not self._ready:
+            raise CallOrderError("no KV cache", field="state_digest", hint="Call initialize_kv_cache first")
         return inspection.state_digest(self)
 
     def shutdown(self) -> None:

@@ -44,8 +44,8 @@ def compute_slot_mappings(
         if not slot_mapping_enabled[g]:
             slot_mappings[g] = PAD_SLOT_ID
             continue
-        # 2 block index and offset of each position
-        block_index = positions[:num_tokens] // block_size
+        # 2 block index and offset of each position; what a token without a row says is never used as an index
+        block_index = np.where(rows >= 0, positions[:num_tokens] // block_size, 0)
         offset = positions[:num_tokens] % block_size
         # 3 physical block from the request's row
         block = table[np.maximum(rows, 0), block_index].astype(np.int64)

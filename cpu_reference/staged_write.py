@@ -41,14 +41,16 @@ def apply_staged_writes(
 class StagedWriteTensor:
     """A table with its staged changes. Rows are persistent places; a one-column table takes `stage_write_elem`.
 
-    `rows_written` counts the runs applied by the latest `apply`, `total_rows_written` those of all of them: "no block
-    boundary was crossed, so nothing was sent" is a statement about these counters.
+    `rows_written` counts the runs applied by the latest `apply`, `total_rows_written` those of all of them and
+    `total_values_written` their elements: "no block boundary was crossed, so nothing was sent" is a statement about
+    these counters.
     """
 
     def __init__(self, rows: int, width: int, dtype: type[np.generic]) -> None:
         self.table = np.zeros((rows, width), dtype)  # [rows, width]
         self.rows_written = 0
         self.total_rows_written = 0
+        self.total_values_written = 0
         self._clear()
 
     def _clear(self) -> None:
@@ -77,6 +79,7 @@ class StagedWriteTensor:
         if not self._indices:
             return
         self.total_rows_written += self.rows_written
+        self.total_values_written += len(self._contents)
         apply_staged_writes(
             np.array(self._indices, np.int32),
             np.array(self._starts, np.int32),

@@ -9,10 +9,8 @@ from __future__ import annotations
 import math
 
 import torch
-import triton
-import triton.language as tl
 
-from gpu_backend.triton_support import INTERPRETED, block, entry, launch
+from gpu_backend.triton_support import INTERPRETED, block, entry, launch, tl, triton
 
 
 @entry
@@ -112,7 +110,8 @@ def _paged_attention_kernel(
         if WINDOW > 0:
             seen = seen & (position[:, None] - j[None, :] < WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
-        # 5 softmax, weighted sum, both rescaled when a higher score comes; a row that has seen nothing yet stays 0
+        # 5 softmax, weighted sum, both rescaled when a higher score comes; a row that has seen no key (one behind the
+        # last query, under a window) stays 0, where -inf less -inf would be NaN
         new_highest = tl.maximum(highest, tl.max(scores, 1))
         shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         weights = tl.exp2(scores - shift[:, None])

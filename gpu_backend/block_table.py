@@ -33,7 +33,7 @@ def _gather_block_tables_kernel(
     if i < num_reqs:
         # 1 the request's row and how much of it is defined
         row = tl.load(idx_mapping + i)
-        n = tl.load(num_blocks + g * num_blocks_stride + row)
+        n = tl.load(num_blocks + g * num_blocks_stride + row).to(tl.int64)
         source = tl.load(source_pointers + g).to(tl.pointer_type(tl.int32)) + row * tl.load(source_strides + g)
         reach = tl.load(window_reach + g)
         behind = tl.maximum(tl.load(num_computed_tokens + row) - reach, 0) // tl.load(block_sizes + g)
@@ -149,6 +149,11 @@ class BlockTables:
     def rows_written(self) -> int:
         """Runs applied by the latest `apply_staged_writes`, over all groups."""
         return sum(t.rows_written for t in self._tables)
+
+    @property
+    def total_values_written(self) -> int:
+        """Block ids sent so far, over all groups; rebuilding every row every step would send far more."""
+        return sum(t.total_values_written for t in self._tables)
 
     def rows_to_fill(self, num_reqs: int, num_reqs_padded: int) -> int:
         """How many rows the next gather must define; remembers how many it leaves dirty."""

@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, lora: Any = None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, lora: Any = None
+) -> torch.Tensor:
     """x W^T + b. Shapes: x: [T, in]; weight: [out, in]; bias: [out]. Adapters (`lora`) are not built yet."""
     assert lora is None, "a plan with an adapter is refused by capability"
     return F.linear(x, weight, bias)
@@ -29,7 +31,9 @@ def silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def rotary_tables(positions: np.ndarray, inv_freq: np.ndarray, mscale: float, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+def rotary_tables(
+    positions: np.ndarray, inv_freq: np.ndarray, mscale: float, dtype: Any
+) -> tuple[np.ndarray, np.ndarray]:
     """cos and sin [T, 1, head_dim // 2] of position * frequency, in float64 before they are rounded to `dtype`.
 
     NumPy on the host, as in the twin, so that both runners turn by the same bits; a model keeps the tables of all its

@@ -25,7 +25,8 @@ def _compute_slot_mappings_kernel(
         end = tl.load(query_start_loc + i + 1)
         # 1 per token: the batch index of its request (one program each), and from it the row
         row = tl.load(idx_mapping + i)
-        owns_slots = (row >= 0) & (tl.load(enabled + g) != 0)
+        owns_slots = (tl.load(enabled + g) != 0) & (row >= 0)
+        read_end = tl.where(owns_slots, end, start)  # a row without slots reads no table
         table = tl.load(table_pointers + g).to(tl.pointer_type(tl.int32))
         table += tl.maximum(row, 0) * tl.load(table_strides + g)
         block_size = tl.load(block_sizes + g).to(tl.int64)
@@ -36,7 +37,7 @@ def _compute_slot_mappings_kernel(
             block_index = position // block_size
             offset = position % block_size
             # 3 physical block from the request's row
-            block = tl.load(table + block_index, mask=(k < end) & owns_slots, other=0).to(tl.int64)
+            block = tl.load(table + block_index, mask=k < read_end, other=0).to(tl.int64)
             # 4 slot; 64 bits wide before multiplying
             slot = tl.where(owns_slots, block * block_size + offset, PAD)
             tl.store(out + k, slot, mask=k < end)

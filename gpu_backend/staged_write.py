@@ -60,8 +60,8 @@ class StagedWriteTensor:
     """A table with its staged changes. Rows are persistent places; a one-column table takes `stage_write_elem`.
 
     `pack` hands the staged runs to the step's copy, `apply` lays them in once that is sent. `rows_written` counts the
-    runs applied by the latest `apply`, `total_rows_written` those of all of them: "no block boundary was crossed, so
-    nothing was sent" is a statement about these counters.
+    runs applied by the latest `apply`, `total_rows_written` those of all of them and `total_values_written` their
+    elements: "no block boundary was crossed, so nothing was sent" is a statement about these counters.
     """
 
     def __init__(self, rows: int, width: int, dtype: type[np.generic], device: torch.device) -> None:
@@ -69,6 +69,7 @@ class StagedWriteTensor:
         self.table = torch.zeros((rows, width), dtype=torch_dtype(np.dtype(dtype)), device=device)  # [rows, width]
         self.rows_written = 0
         self.total_rows_written = 0
+        self.total_values_written = 0
         self._tickets: tuple[int, ...] = ()
         self._clear()
 
@@ -110,5 +111,6 @@ class StagedWriteTensor:
         indices, starts, contents, cu_lens = (packed.extra[ticket] for ticket in self._tickets)
         self.rows_written = len(indices)
         self.total_rows_written += self.rows_written
+        self.total_values_written += len(contents)
         self._tickets = ()
         apply_staged_writes(indices, starts, contents, cu_lens, self.rows_written, self.table)

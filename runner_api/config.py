@@ -83,17 +83,21 @@ class RunnerConfig:
     parallel: ParallelContext = ParallelContext()
 
     def __post_init__(self) -> None:
-        for name in ("max_num_reqs", "max_num_batched_tokens", "max_model_len", "max_concurrent_batches"):
-            if getattr(self, name) < 1:
-                raise ConfigError("too small", field=name, got=getattr(self, name), expected=">= 1")
-        if self.num_speculative_tokens < 0:
-            raise ConfigError("negative", field="num_speculative_tokens", got=self.num_speculative_tokens, expected=">= 0")
+        for name, least in (
+            ("max_num_reqs", 1), ("max_num_batched_tokens", 1), ("max_model_len", 1), ("max_concurrent_batches", 1),
+            ("num_speculative_tokens", 0),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError("out of range", field=name, got=value, expected=f"an integer >= {least}")
         for name, valid in (("layout", LAYOUTS), ("noise", NOISE_SCHEMES), ("dtype", DTYPES)):
             if getattr(self, name) not in valid:
                 raise UnknownNameError(name, getattr(self, name), valid, field=name)
         for part in self.record:
             if part not in RECORD_PARTS:
                 raise UnknownNameError("record part", part, RECORD_PARTS, field="record")
+        if any(reach < 0 for reach in self.window_reach or ()):
+            raise ConfigError("negative", field="window_reach", got=self.window_reach, expected="each >= 0")
         rows = self.initial_free_rows
         if rows is not None and sorted(rows) != list(range(self.max_num_reqs)):
             raise ConfigError(

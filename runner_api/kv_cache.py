@@ -9,8 +9,9 @@ import math
 from dataclasses import dataclass
 
 from runner_api.constants import BLOCK_TABLE_TOKEN_ALIGNMENT
-from runner_api.errors import KVCacheError
+from runner_api.errors import KVCacheError, UnknownNameError
 
+KINDS = ("attention", "token_position", "state")
 ITEM_SIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
 
 
@@ -30,6 +31,18 @@ class KVCacheSpec:
     kind: str = "attention"
     # Keys further than this behind the query are never read (None = all are).
     sliding_window: int | None = None
+
+    def __post_init__(self) -> None:
+        sizes = {"block_size": self.block_size, "num_kv_heads": self.num_kv_heads, "head_size": self.head_size}
+        if self.sliding_window is not None:
+            sizes["sliding_window"] = self.sliding_window
+        for name, value in sizes.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise KVCacheError("size", field=name, got=value, expected="an integer >= 1")
+        if self.dtype not in ITEM_SIZE:
+            raise UnknownNameError("dtype", self.dtype, ITEM_SIZE, field="dtype")
+        if self.kind not in KINDS:
+            raise UnknownNameError("kind", self.kind, KINDS, field="kind")
 
     @property
     def has_slot_mapping(self) -> bool:
@@ -87,8 +100,6 @@ class KVCacheConfig:
                 "too few blocks", field="num_blocks", got=self.num_blocks, expected="at least 2: block 0 is the null block"
             )
         for g, group in enumerate(self.groups):
-            if group.spec.block_size < 1:
-                raise KVCacheError("block size", field=f"groups[{g}]", got=group.spec.block_size, expected=">= 1")
             kernel = group.kernel_block_size
             if kernel is not None and (kernel < 1 or group.spec.block_size % kernel):
                 raise KVCacheError(

@@ -36,12 +36,14 @@ def load_factory(name: str) -> RunnerFactory:
         found: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError) as e:
+    except Exception as e:  # importing runs foreign code
         raise ConfigError(
             f"runner {name!r} cannot be imported from {target!r}: {type(e).__name__}: {e}",
             field="runner",
             hint="Install what it needs (for the gpu runner: modelrunner[gpu]) or correct the path",
         ) from e
+    if not callable(found):
+        raise ConfigError("a runner's factory must be callable", field="runner", got=found, expected="factory(config)")
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -64,8 +65,9 @@ class SamplingParams:
         number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         if 0.0 < self.temperature < MIN_TEMPERATURE:
             self._set("temperature", MIN_TEMPERATURE)
-        self._set("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
-        self._set("stop_token_ids", tuple(dict.fromkeys(self.stop_token_ids or ())))
+        self._set("stop", (self.stop,) if isinstance(self.stop, str) else items("stop", self.stop or (), str))
+        ids = items("stop_token_ids", self.stop_token_ids or (), numbers.Integral)
+        self._set("stop_token_ids", tuple(dict.fromkeys(ids)))
         if self.seed == -1:
             self._set("seed", None)
         integer("top_k", self.top_k, -1, INT64_MAX)
@@ -94,8 +96,9 @@ class SamplingParams:
             raise SamplingParamsError("a stop string is empty", field="stop", got=self.stop)
         for token in self.stop_token_ids:
             integer("stop_token_ids", token, 0, INT64_MAX)
-        if self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0:
-            raise SamplingParamsError("no token is allowed", field="allowed_token_ids", got=(), expected="at least one id")
+        allowed = self.allowed_token_ids
+        if allowed is not None and not items("allowed_token_ids", allowed, numbers.Integral):
+            raise SamplingParamsError("no token is allowed", field="allowed_token_ids", expected="at least one id")
 
     def required_capabilities(self) -> frozenset[Capability]:
         """What a runner must offer to serve these parameters (stop conditions are the engine's)."""
@@ -133,15 +136,22 @@ def _hashable(value: Any) -> Any:
     return tuple(_hashable(v) for v in value) if isinstance(value, list) else value
 
 
+def items(name: str, value: Any, kind: type) -> tuple[Any, ...]:
+    """The value as a tuple; refuse what is not a list, tuple or set of `kind`."""
+    if not isinstance(value, (list, tuple, set, frozenset)) or not all(isinstance(v, kind) for v in value):
+        raise SamplingParamsError("wrong kind", field=name, got=value, expected=f"a list of {kind.__name__}")
+    return tuple(value)
+
+
 def number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
     """Refuse what is not a finite real number in [low, high] (or (low, high] with `open_low`)."""
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not ok or value > high or value < low or (open_low and value <= low):
+    ok = isinstance(value, numbers.Real) and not isinstance(value, bool) and low <= value <= high
+    if not ok or value == math.inf or (open_low and value == low):
         bracket = "(" if open_low else "["
         raise SamplingParamsError("out of range", field=name, got=value, expected=f"a number in {bracket}{low}, {high}]")
 
 
 def integer(name: str, value: Any, low: int, high: int) -> None:
     """Refuse what is not an integer in [low, high]."""
-    if not hasattr(value, "__index__") or isinstance(value, bool) or not low <= value <= high:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not low <= value <= high:
         raise SamplingParamsError("out of range", field=name, got=value, expected=f"an integer in [{low}, {high}]")

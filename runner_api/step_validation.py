@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from runner_api.config import BatchDescriptor, RunnerConfig
+from runner_api.constants import PLACEHOLDER_TOKEN_ID
 from runner_api.errors import CapabilityError, ConfigError, KVCacheError, PlanError
 from runner_api.kv_cache import KVCacheConfig, KVCacheSpec
 from runner_api.plan import ForcedStep, SchedulerOutput
+from runner_api.plan_types import is_integer
 from runner_api.validation import LiveRequest
 
 
@@ -30,7 +32,12 @@ def check_kv_cache_config(
             "one entry per KV cache group", field="window_reach", got=reach,
             expected=f"{len(kv_cache_config.groups)} entries",
         )  # fmt: skip
-    for group in kv_cache_config.groups:
+    for g, group in enumerate(kv_cache_config.groups):
+        if reach[g] and (group.spec.sliding_window is None or reach[g] < group.spec.window_reach):
+            raise ConfigError(
+                "would hide keys that attention reads", field=f"window_reach[{g}]", got=reach[g],
+                expected=f"0, or at least {group.spec.window_reach}" if group.spec.sliding_window else "0: no window",
+            )  # fmt: skip
         if group.kernel_block_size not in (None, group.spec.block_size):
             raise CapabilityError(
                 "kernel blocks of another size", field="kernel_block_size",
@@ -44,6 +51,12 @@ def check_descriptor(config: RunnerConfig, plan: SchedulerOutput, descriptor: Ba
     if descriptor is None or plan.total_num_scheduled_tokens == 0:
         return
     d, counts = descriptor, plan.num_scheduled_tokens
+    if not isinstance(d, BatchDescriptor):
+        raise PlanError("type", code="MR-ERR-043", field="descriptor", got=d, expected="a BatchDescriptor")
+    for name in ("num_tokens", "num_reqs", "uniform_token_count", "max_query_len"):
+        value = getattr(d, name)
+        if not (is_integer(value) or (value is None and name != "num_tokens")):
+            raise PlanError("type", code="MR-ERR-043", field=f"descriptor.{name}", got=value, expected="an integer")
     limits = {
         "num_tokens": (d.num_tokens, plan.total_num_scheduled_tokens, config.max_num_batched_tokens),
         "num_reqs": (len(counts) if d.num_reqs is None else d.num_reqs, len(counts), config.max_num_reqs),
@@ -81,6 +94,8 @@ def check_forced(
     requests: the validator's picture after the step's plan; req_ids: batch order; num_logits: int[R], 1 + drafts.
     """
     r, k, total = len(req_ids), config.num_speculative_tokens, int(num_logits.sum())
+    if forced is not None and not isinstance(forced, ForcedStep):
+        raise PlanError("type", code="MR-ERR-044", field="forced", got=forced, expected="a ForcedStep")
     if forced is None:
         if total != r:
             raise CapabilityError(
@@ -96,6 +111,9 @@ def check_forced(
     for name, (array, shape) in shapes.items():
         if array is not None and np.shape(array) != shape:
             raise PlanError("shape", code="MR-ERR-044", field=f"forced.{name}", got=np.shape(array), expected=shape)
+        kind = np.asarray(array).dtype.kind if array is not None else None
+        if kind is not None and name != "logits" and kind not in "iu":
+            raise PlanError("dtype", code="MR-ERR-044", field=f"forced.{name}", got=array, expected="integers")
     # A row with known tokens left is exact in the host's picture: it has no draft in flight.
     unfinished = np.array([requests[i].computed_upper < requests[i].prefill_len for i in req_ids])
     n = np.asarray(forced.num_sampled)
@@ -105,8 +123,10 @@ def check_forced(
             expected=f"0 for unfinished prefills, otherwise 1 .. {num_logits.tolist()}",
         )  # fmt: skip
     taken = np.asarray(forced.token_ids)[np.arange(1 + k)[None, :] < n[:, None]]
-    if taken.size and (taken.min() < 0 or taken.max() >= vocab_size):
-        raise PlanError(
-            "token id out of range", code="MR-ERR-025", field="forced.token_ids", got=taken.tolist(),
-            expected=f"0 <= id < {vocab_size}",
-        )  # fmt: skip
+    held = np.asarray([] if forced.draft_token_ids is None else forced.draft_token_ids)
+    for name, ids, least in (("token_ids", taken, 0), ("draft_token_ids", held, PLACEHOLDER_TOKEN_ID)):
+        if ids.size and (ids.min() < least or ids.max() >= vocab_size):
+            raise PlanError(
+                "token id out of range", code="MR-ERR-025", field=f"forced.{name}", got=ids.tolist(),
+                expected=f"{least} <= id < {vocab_size}",
+            )  # fmt: skip

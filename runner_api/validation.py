@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from runner_api.capabilities import Capability
 from runner_api.config import RunnerConfig
@@ -81,9 +82,9 @@ class PlanValidator:
         for req_id in plan.finished_req_ids | plan.preempted_req_ids:
             self.requests.pop(req_id, None)
         for new in plan.scheduled_new_reqs:
-            computed = int(new.num_computed_tokens)
+            computed, block_ids = int(new.num_computed_tokens), tuple(list(ids) for ids in new.block_ids)
             self.requests[new.req_id] = LiveRequest(
-                new.prompt_len, len(new.prefill_token_ids), computed, computed, tuple(list(ids) for ids in new.block_ids)
+                new.prompt_len, len(new.prefill_token_ids), computed, computed, block_ids
             )
         cached = plan.scheduled_cached_reqs
         for req_id, computed, ids in zip(
@@ -438,7 +439,7 @@ class PlanValidator:
                     low, high = max(start - column * size, 0), min(end - column * size, size)
                     runs.append((request.block(g, column), low, high, req_id))
             runs.sort()
-            for (block, _, high, first), (other, low, _, second) in zip(runs, runs[1:], strict=False):
+            for (block, _, high, first), (other, low, _, second) in pairwise(runs):
                 if block == other and low < high:
                     raise PlanError(
                         "two writes to one slot in one step",

@@ -29,10 +29,11 @@ def apply_top_k_top_p(
         # 3 top-p over what is left, renormalised; probability of the tokens before each one
         if p < 1.0:
             x = logits[j, kept].astype(np.float64)
+            if x[0] == -np.inf:  # nothing is left to choose from
+                continue
             probability = np.exp(x - x[0])
             probability /= probability.sum()
-            before = np.cumsum(probability) - probability
-            before[0] = 0.0
+            before = np.concatenate([[0.0], np.cumsum(probability[:-1])])
             kept = kept[before < p]
         # 4 drop the rest
         dropped = np.ones(vocab_size, bool)

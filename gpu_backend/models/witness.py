@@ -7,12 +7,10 @@ int64, which torch can copy and index; kernels read them as uint64, so that shif
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
 from gpu_backend.attn_metadata import AttentionMetadata
 from gpu_backend.kv_cache import LayerCache, reshape_and_cache
-from gpu_backend.triton_support import INTERPRETED, block, entry, launch
+from gpu_backend.triton_support import INTERPRETED, block, entry, launch, tile, tl, triton
 from runner_api import witness as w
 from runner_api.kv_cache import KVCacheSpec
 from runner_api.witness import WitnessConfig
@@ -31,13 +29,14 @@ def mix64(x):
 
 
 @entry
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs"])
 def _witness_attention_kernel(
     token_cache,
     position_cache,
     block_table,
     query_start_loc,
     seq_lens,
+    num_reqs,
     hidden,
     cache_block_stride,
     cache_slot_stride,
@@ -45,38 +44,37 @@ def _witness_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0 = none
     GROUP: tl.constexpr,
+    REQS: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    i = tl.program_id(0)
-    start = tl.load(query_start_loc + i)
-    query_len = tl.load(query_start_loc + i + 1) - start
-    seq_len = tl.load(seq_lens + i)
-    for first_query in range(0, query_len, QUERIES):
-        query = first_query + tl.arange(0, QUERIES)
-        at = seq_len - query_len + query
-        total = tl.zeros([QUERIES], tl.uint64)
-        # 1 the keys that a query of this tile sees, tile by tile
-        end_key = seq_len - query_len + tl.minimum(first_query + QUERIES, query_len)
-        for first_key in range(0, end_key, KEYS):
-            index = first_key + tl.arange(0, KEYS)
-            known = index < end_key
-            # 2 the pair stored at their slots; block ids are widened before they are multiplied
-            kv_block = tl.load(block_table + i * table_stride + index // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
-            place = kv_block * cache_block_stride + (index % BLOCK_SIZE) * cache_slot_stride
-            token = tl.load(token_cache + place, mask=known, other=0).to(tl.uint64)
-            position = tl.load(position_cache + place, mask=known, other=0).to(tl.uint64)
-            # 3 hash
-            term = mix64(token * TOKEN + position * POSITION + (index + 1).to(tl.uint64) * INDEX)
-            # 4 each query sees the keys from the window's edge to itself
-            seen = index[None, :] <= at[:, None]
-            if WINDOW > 0:
-                seen = seen & (at[:, None] - index[None, :] < WINDOW)
-            total += tl.sum(tl.where(seen, term[None, :], 0), 1)
-        own = query < query_len
-        place = hidden + (start + query).to(tl.int64)
-        before = tl.load(place, mask=own, other=0).to(tl.uint64)
-        tl.store(place, (before + total * (2 * GROUP + 1)).to(tl.int64), mask=own)
+    query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
+    # 1 each query's request: as many as end at or before it stand in front of that one
+    request = tl.arange(0, REQS)
+    ends = tl.load(query_start_loc + 1 + request, mask=request < num_reqs, other=2147483647)
+    owner = tl.sum((ends[None, :] <= query[:, None]).to(tl.int32), 1)
+    own = query < tl.load(query_start_loc + num_reqs)
+    # 2 its position; a padding token stands before all keys
+    end = tl.load(query_start_loc + 1 + owner, mask=own, other=0)
+    at = tl.where(own, tl.load(seq_lens + owner, mask=own, other=0) - end + query, -1)
+    total = tl.zeros([QUERIES], tl.uint64)
+    for first_key in range(0, tl.max(at, 0) + 1, KEYS):
+        # 3 each query sees the keys from the window's edge to itself; only those are read
+        index = first_key + tl.arange(0, KEYS)
+        seen = index[None, :] <= at[:, None]
+        if WINDOW > 0:
+            seen = seen & (at[:, None] - index[None, :] < WINDOW)
+        # 4 the pair stored at their slots; block ids are widened before they are multiplied
+        entries = block_table + (owner * table_stride)[:, None] + (index // BLOCK_SIZE)[None, :]
+        place = tl.load(entries, mask=seen, other=0).to(tl.int64) * cache_block_stride
+        place += ((index % BLOCK_SIZE) * cache_slot_stride)[None, :]
+        token = tl.load(token_cache + place, mask=seen, other=0).to(tl.uint64)
+        position = tl.load(position_cache + place, mask=seen, other=0).to(tl.uint64)
+        # 5 hash and sum
+        term = mix64(token * TOKEN + position * POSITION + ((index + 1).to(tl.uint64) * INDEX)[None, :])
+        total += tl.sum(tl.where(seen, term, 0), 1)
+    before = tl.load(hidden + query, mask=own, other=0).to(tl.uint64)
+    tl.store(hidden + query, (before + total * (2 * GROUP + 1)).to(tl.int64), mask=own)
 
 
 def witness_attention(
@@ -92,30 +90,35 @@ def witness_attention(
 ) -> None:
     """Add to each token's hidden value the hash of the pairs it sees through its request's block table.
 
+    A program owns a tile of tokens, of whichever requests: an interpreted program costs the same for one token as for
+    hundreds.
+
     Shapes: caches: int64[num_blocks, block_size, 1, 1]; block_table: int32[num_reqs, W]; query_start_loc:
     int32[num_reqs+1]; seq_lens: int32[num_reqs]; hidden: int64[tp], the bits of the twin's uint64.
     Writes: hidden of the batch's tokens.
     """
-    keys = 256 if INTERPRETED else 64
+    queries = block(len(hidden), most=512 if INTERPRETED else 16)
+    keys = max(16384 // queries, 32) if INTERPRETED else 64
     launch(
-        _witness_attention_kernel, (num_reqs,),
-        token_cache, position_cache, block_table, query_start_loc, seq_lens, hidden,
-        *token_cache.stride()[:2], block_table.stride(0),
-        BLOCK_SIZE=token_cache.shape[1], WINDOW=window or 0, GROUP=group, QUERIES=64, KEYS=keys,
+        _witness_attention_kernel, (triton.cdiv(len(hidden), queries),),
+        token_cache, position_cache, block_table, query_start_loc, seq_lens, num_reqs, hidden,
+        *token_cache.stride()[:2], block_table.stride(0), BLOCK_SIZE=token_cache.shape[1], WINDOW=window or 0,
+        GROUP=group, REQS=block(num_reqs), QUERIES=queries, KEYS=keys,
     )  # fmt: skip
 
 
 @entry
-@triton.jit(do_not_specialize=["vocab_size"])
-def _witness_logits_kernel(hidden_states, vocab_size, logits, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    hidden = tl.load(hidden_states + row).to(tl.uint64)
+@triton.jit(do_not_specialize=["num_logits", "vocab_size"])
+def _witness_logits_kernel(hidden_states, num_logits, vocab_size, logits, BLOCK: tl.constexpr):
+    # Element e of the flat [L, V] run is token e % V of row e // V.
+    e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = e // vocab_size
+    token = e % vocab_size
+    hidden = tl.load(hidden_states + row, mask=row < num_logits, other=0).to(tl.uint64)
     # 1 the top 20 bits of the hash of (hidden value, token)
     word = mix64(hidden + (token + 1).to(tl.uint64) * VOCAB) >> LOGIT_SHIFT
     # 2 as an exact float32 in [0, 16)
-    value = word.to(tl.int32).to(tl.float32) * LOGIT_SCALE
-    tl.store(logits + row * vocab_size + token, value, mask=token < vocab_size)
+    tl.store(logits + e, word.to(tl.int32).to(tl.float32) * LOGIT_SCALE, mask=row < num_logits)
 
 
 def witness_logits(hidden_states: torch.Tensor, vocab_size: int, logits: torch.Tensor) -> None:
@@ -123,10 +126,10 @@ def witness_logits(hidden_states: torch.Tensor, vocab_size: int, logits: torch.T
 
     Shapes: hidden_states: int64[L]; logits: float32[L, V], contiguous. Writes: logits.
     """
-    tile = block(vocab_size, most=65536 if INTERPRETED else 1024)
+    width = tile(logits.numel())
     launch(
-        _witness_logits_kernel, (len(hidden_states), triton.cdiv(vocab_size, tile)),
-        hidden_states, vocab_size, logits, BLOCK=tile,
+        _witness_logits_kernel, (triton.cdiv(logits.numel(), width),),
+        hidden_states, len(hidden_states), vocab_size, logits, BLOCK=width,
     )  # fmt: skip
 
 

@@ -206,6 +206,64 @@ def test_preemption_takes_the_last_admitted_and_resumes_it_first():
     assert all(n.seed == 0 and list(n.prompt_token_ids) == [ord(n.req_id) % V] * 7 for n in resumed)
 
 
+def test_a_preempted_request_goes_before_those_who_wait():
+    engine, runner = build_engine(
+        num_blocks=7, prefix_caching=False, max_num_batched_tokens=30, max_num_reqs=3, max_model_len=20
+    )
+    for name in "abcd":
+        engine.add_request(name, [ord(name) % V] * 7, greedy(8))
+    run_to_end(engine)
+    order = [n.req_id for p in runner.plans for n in p.scheduled_new_reqs]
+    assert order[:6] == ["a", "b", "c", "b", "c", "d"]  # d has waited since the start
+
+
+def test_a_plan_that_preempts_admits_nobody():
+    # a and b fill the pool, c waits and would fit into what b gives back.
+    engine, runner = build_engine(num_blocks=5, prefix_caching=False, max_num_batched_tokens=30)
+    engine.add_request("a", [1] * 8, greedy(5))
+    engine.add_request("b", [2] * 8, greedy(5))
+    engine.add_request("c", [3], greedy(2))
+    run_to_end(engine)
+    preempting = [p for p in runner.plans if p.preempted_req_ids]
+    assert preempting
+    assert not any(p.scheduled_new_reqs for p in preempting)
+
+
+def test_drafted_requests_own_the_places_a_drafter_writes():
+    k = 3
+    engine, runner = build_engine(num_speculative_tokens=k, num_blocks=60)
+    for i in range(3):
+        engine.add_request(f"r{i}", [i] * (2 + i), greedy(20))
+    owned: dict[str, int] = {}
+    run_to_end(engine)
+    for plan in runner.plans:
+        cached = plan.scheduled_cached_reqs
+        rows = [(n.req_id, n.num_computed_tokens, n.block_ids) for n in plan.scheduled_new_reqs]
+        rows += zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
+        for req_id, computed, blocks in rows:
+            owned[req_id] = owned.get(req_id, 0) + (len(blocks[0]) if blocks else 0)
+            needed = min(computed + plan.num_scheduled_tokens[req_id] + k, 48)
+            assert owned[req_id] * 4 >= needed
+
+
+def test_drafts_for_those_who_cannot_use_them():
+    engine, _ = build_engine(num_speculative_tokens=2, max_num_batched_tokens=4)
+    scheduler = engine.scheduler
+    scheduler.add_request(Request("a", (1,) * 6, greedy()))
+    scheduler.add_request(Request("b", (1,), greedy()))
+    plan = scheduler.schedule()
+    scheduler.update_from_output(plan, ModelRunnerOutput(("a",), ((),)))
+    scheduler.update_draft_token_ids({"a": [1, 2], "b": [1, 2], "gone": [1]})  # a chunk, waiting, unknown
+    plan = scheduler.schedule()
+    assert plan.num_scheduled_tokens == {"a": 2, "b": 1}
+    assert not plan.scheduled_spec_decode_tokens
+    scheduler.update_from_output(plan, ModelRunnerOutput(("a", "b"), ((5,), (6,))))
+    with pytest.raises(EngineError, match="too many drafts"):
+        scheduler.update_draft_token_ids({"a": [1, 2, 3]})
+    scheduler.update_draft_token_ids({"a": [1, 2]})
+    assert scheduler.schedule().scheduled_spec_decode_tokens == {"a": [1, 2]}
+
+
 def test_dense_layout_resumes_as_cached():
     engine, runner = build_engine(num_blocks=7, prefix_caching=False, layout="dense")
     for name in "abc":
@@ -243,7 +301,7 @@ def test_long_prompts_are_capped():
 
 
 def test_a_plan_handed_out_does_not_change():
-    engine, runner = build_engine(async_scheduling=True)
+    engine, _ = build_engine(async_scheduling=True)
     scheduler = engine.scheduler
     scheduler.add_request(Request("a", (1, 2, 3), greedy(4)))
     plan = scheduler.schedule()

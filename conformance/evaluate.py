@@ -1,0 +1,268 @@
+"""Judge a runner by every clause, without stopping at the first mismatch.
+
+Seeded worlds of several kinds are run on the candidate with an oracle beside it; unused memory is poisoned before every
+step; each law looks at each step. The probes follow. The oracle obeys the world's plans and takes the candidate's
+tokens only where a right runner could have drawn them, so that a wrong candidate cannot lead it astray.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+import conformance.laws_values  # noqa: F401  (registers its laws)
+from conformance.clauses import Clause, load_clauses
+from conformance.context import Mismatch, RowTracker, StepContext
+from conformance.driver import KINDS, RandomDriver, WorldSize, draw_size
+from conformance.harness import build_runner, factory_of, make_runner
+from conformance.laws import LAWS, Law, rows_follow_the_stack
+from conformance.planned_step import PlannedStep
+from conformance.probes import PROBES, Bench
+from conformance.world import PlanWorld
+from runner_api import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    Capability,
+    ForcedStep,
+    KVCacheConfig,
+    ModelRunner,
+    RunnerConfig,
+    RunnerInfo,
+    StepRecord,
+)
+from runner_api.protocol import RunnerFactory
+
+# Steps of one world: long enough for rows and blocks to change hands often, short enough to see many sizes.
+STEPS_PER_WORLD = 20
+# The order in which laws are asked: where one of FIRST fails, the record cannot be read any further.
+FIRST = tuple(law for law in LAWS.values() if law.first)
+CAUSES = tuple(law for law in LAWS.values() if not law.first and not law.consequence)
+CONSEQUENCES = tuple(law for law in LAWS.values() if law.consequence)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationError:
+    """An exception of the candidate where none was due; the world or probe ended there."""
+
+    where: str
+    error: str
+    traceback: str
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """What came of it. A clause passes if it was tested and has no mismatch."""
+
+    info: RunnerInfo
+    by_clause: dict[str, list[Mismatch]] = field(default_factory=dict)
+    errors: list[EvaluationError] = field(default_factory=list)
+    tested: Counter[str] = field(default_factory=Counter)  # clause id to number of evaluations
+    skipped: dict[str, tuple[str, ...]] = field(default_factory=dict)  # clause id to missing capabilities
+    counts: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def failed(self) -> list[str]:
+        """Ids of clauses with a mismatch, in the order of the clause list."""
+        return [c for c in load_clauses() if self.by_clause.get(c)]
+
+    @property
+    def untested(self) -> list[str]:
+        """Clauses that apply to this runner and that nothing put to the test."""
+        return [c for c in load_clauses() if not self.tested[c] and c not in self.skipped]
+
+    @property
+    def passed(self) -> bool:
+        """No MUST with a mismatch, no exception, and at least one clause tested."""
+        broken = [c for c in self.failed if load_clauses()[c].level == "MUST"]
+        return not broken and not self.errors and bool(self.tested)
+
+    def note(self, found: Mapping[str, Iterable[Mismatch]]) -> None:
+        for clause_id, mismatches in found.items():
+            if clause_id not in self.skipped:
+                self.tested[clause_id] += 1
+                self.by_clause.setdefault(clause_id, []).extend(mismatches)
+
+
+def evaluate(
+    runner: str | RunnerFactory, *, seeds: Sequence[int] = (0, 1, 2), steps: int = 40,
+    oracle: str | RunnerFactory = "cpu",
+) -> Evaluation:  # fmt: skip
+    """Judge `runner` on worlds of every kind it can run, `steps` steps of each kind and seed, and by every probe."""
+    runner, oracle = factory_of(runner), factory_of(oracle)
+    info = make_runner(runner, RunnerConfig(max_num_reqs=2)).describe()
+    result = Evaluation(info, skipped=_skipped(load_clauses().values(), info.capabilities))
+    for seed in seeds:
+        for kind in KINDS:
+            if can_run(kind, info.capabilities):
+                for part in range(-(-steps // STEPS_PER_WORLD)):
+                    entropy = [seed, KINDS.index(kind), part]
+                    world = (runner, oracle, kind, entropy, min(STEPS_PER_WORLD, steps), result)
+                    # A crash over poisoned memory says that something was read, not what: without poison the laws may.
+                    if not _run_world(*world, poison=True):
+                        _run_world(*world, poison=False)
+    bench = Bench(runner, info.capabilities)
+    for probe in PROBES:
+        try:
+            result.note(probe(bench))
+        except Exception as e:
+            result.errors.append(EvaluationError(probe.__name__, repr(e), traceback.format_exc()))
+    return result
+
+
+def _skipped(clauses: Iterable[Clause], offered: frozenset[Capability]) -> dict[str, tuple[str, ...]]:
+    return {c.id: missing for c in clauses if (missing := c.missing(offered))}
+
+
+def can_run(kind: str, offered: frozenset[Capability]) -> bool:
+    """Whether worlds of this kind ask only for what is offered."""
+    needs = {
+        "groups": {Capability.MULTI_GROUP, Capability.SLIDING_WINDOW},
+        "drafts": {Capability.DRAFT_LAYOUT, Capability.FORCED_STEP},
+    }
+    return needs.get(kind, set()) <= offered
+
+
+def record_parts(offered: frozenset[Capability]) -> frozenset[str]:
+    """The extra record parts to ask a runner for."""
+    parts = {"logits": Capability.RECORD_LOGITS, "kv": Capability.RECORD_KV}
+    return frozenset(part for part, capability in parts.items() if capability in offered)
+
+
+def _run_world(
+    runner: RunnerFactory, oracle: RunnerFactory, kind: str, entropy: list[int], steps: int, result: Evaluation,
+    *, poison: bool,
+) -> bool:  # fmt: skip
+    """Run one world on fresh runners; False if the candidate raised where it must not."""
+    random = np.random.default_rng(entropy)
+    size = draw_size(kind, random, record_parts(result.info.capabilities))
+    where = f"world {kind}"
+    errors = len(result.errors)
+    try:
+        candidate, kv_cache_config = build_runner(runner, size.model, size.config, size.num_blocks)
+    except Exception as e:
+        result.errors.append(EvaluationError(where, repr(e), traceback.format_exc()))
+        return True
+    oracle_config = replace(size.config, record=size.config.record - {"kv"})
+    reference, _ = build_runner(oracle, size.model, oracle_config, size.num_blocks)
+    order = random.permutation(np.arange(1, size.num_blocks)).tolist()
+    world = PlanWorld(size.config, kv_cache_config, size.model.vocab_size, order)
+    driver = RandomDriver(random, result.info.capabilities)
+    judge = StepJudge(candidate, reference, size, kv_cache_config, result.info.capabilities)
+    for number in range(steps):
+        step = driver.next_step(world)
+        try:
+            judge.run_candidate(step, world.kept_blocks() if poison else None)
+        except Exception as e:
+            result.errors.append(EvaluationError(f"{where}, step {number}", repr(e), traceback.format_exc()))
+            break
+        finally:
+            judge.run_oracle(step)
+            judge.observe(world, step)
+        result.note(judge.laws(step))
+    result.counts += world.counts
+    return len(result.errors) == errors
+
+
+class StepJudge:
+    """One candidate and one oracle on the same plans, and the laws on each step."""
+
+    def __init__(
+        self, candidate: ModelRunner, oracle: ModelRunner, size: WorldSize, kv_cache_config: KVCacheConfig,
+        capabilities: frozenset[Capability],
+    ) -> None:  # fmt: skip
+        self.candidate, self.oracle = candidate, oracle
+        self.size, self.kv_cache_config, self.capabilities = size, kv_cache_config, capabilities
+        self.rows = RowTracker.start(size.config)
+        self.clean = True  # no index law has failed so far
+        self.record: StepRecord | None = None
+        self.reference: StepRecord | None = None
+
+    def run_candidate(self, step: PlannedStep, keep_blocks: frozenset[int] | None) -> None:
+        """One whole step on the candidate, its unused memory but `keep_blocks` poisoned first (None: no poison)."""
+        self.record = None
+        if keep_blocks is not None and Capability.POISON in self.capabilities:
+            self.candidate.poison_unused(keep_blocks=keep_blocks)
+        done = self.candidate.execute_model(step.plan, descriptor=step.descriptor)
+        self.output = self.output_again = None
+        if done is None:
+            handle = self.candidate.sample_tokens(forced=self._in_candidates_order(step))
+            self.output, self.output_again = handle.get_output(), handle.get_output()
+        else:
+            self.output = done
+        self.record = self.candidate.last_step()
+
+    def _in_candidates_order(self, step: PlannedStep) -> ForcedStep | None:
+        """The imposed outcome by the candidate's own batch order, so that a wrong order is found and not a crash."""
+        order, ids = step.truth.order, self.candidate.last_step().req_ids
+        if step.forced is None or ids == order or sorted(ids) != sorted(order):
+            return step.forced
+        index = [order.index(r) for r in ids]
+        f = step.forced
+        drafts = None if f.draft_token_ids is None else f.draft_token_ids[index]
+        return ForcedStep(f.token_ids[index], f.num_sampled[index], drafts)
+
+    def run_oracle(self, step: PlannedStep) -> None:
+        """The same step on the oracle, which takes the candidate's tokens if they are possible ones."""
+        if self.oracle.execute_model(step.plan, descriptor=step.descriptor) is None:
+            self.oracle.sample_tokens(forced=step.forced or self._candidates_tokens(step))
+        self.reference = self.oracle.last_step()
+
+    def observe(self, world: PlanWorld, step: PlannedStep) -> None:
+        """Tell the world what entered the oracle's state."""
+        assert self.reference is not None
+        world.observe(self.reference.tokens(), step.drafts_held())
+
+    def laws(self, step: PlannedStep) -> dict[str, list[Mismatch]]:
+        """Every law on the latest step: clause id to mismatches, for the clauses it could judge."""
+        c = self.context(step)
+        self.rows.advance(step.plan, c.record)
+        found: dict[str, list[Mismatch]] = {}
+        for law in FIRST:
+            found |= self._ask(c, (law,))
+            if any(found.values()):
+                self.clean = False
+                return found
+        found |= rows_follow_the_stack(c)
+        found |= self._ask(c, CAUSES)
+        self.clean = self.clean and not any(found.values())
+        if self.clean:
+            found |= self._ask(c, CONSEQUENCES)
+        return found
+
+    def context(self, step: PlannedStep) -> StepContext:
+        assert self.record is not None
+        assert self.reference is not None
+        return StepContext(
+            step.plan, step.descriptor, self.record, self.reference, step.truth,
+            self.output or EMPTY_MODEL_RUNNER_OUTPUT, self.output_again, self.size.config, self.kv_cache_config,
+            self.size.model, self.capabilities, self.rows,
+        )  # fmt: skip
+
+    def _ask(self, c: StepContext, laws: Iterable[Law]) -> dict[str, list[Mismatch]]:
+        found = {}
+        for law in laws:
+            if c.num_tokens or not law.needs_batch:
+                answer = law.fn(c)
+                if answer is not None:
+                    found[law.clause_id] = answer
+        return found
+
+    def _candidates_tokens(self, step: PlannedStep) -> ForcedStep | None:
+        """The candidate's outcome in true batch order; None where a right runner could not have drawn it."""
+        if self.record is None or len(self.record.num_sampled) != len(self.record.req_ids):
+            return None
+        taken = self.record.tokens()
+        width = 1 + self.size.config.num_speculative_tokens
+        token_ids = np.zeros((len(step.truth.order), width), np.int64)
+        num_sampled = np.zeros(len(step.truth.order), np.int32)
+        for i, req_id in enumerate(step.truth.order):
+            tokens = taken.get(req_id)
+            due = 1 if step.truth.requests[req_id].samples else 0
+            if tokens is None or len(tokens) != due or not all(0 <= t < self.size.model.vocab_size for t in tokens):
+                return None
+            token_ids[i, :due] = tokens
+            num_sampled[i] = due
+        return ForcedStep(token_ids, num_sampled)

@@ -1,0 +1,214 @@
+"""Hold every mutant against the clauses: who was noticed, by whom, and who got away.
+
+A mutant is killed if a clause that it names reports a mismatch while at least half of the other tested clauses stay
+green: the suite must point at the fault, and neither a crash nor a runner that is wrong everywhere shows that. A
+clause that the unchanged runner fails kills nothing. Everything else is a survivor, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from conformance.mutants import KINDS, MUTANTS, Mutant
+from conformance.mutation import mutated
+from runner_api.errors import RunnerError, UnknownNameError
+
+# A mutant that is not noticed with the plans of the first seed gets the next ones.
+SEEDS = (0, 1, 2)
+STEPS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What one or several evaluations of a runner said, by clause id."""
+
+    failed: frozenset[str] = frozenset()
+    tested: frozenset[str] = frozenset()
+    errors: tuple[str, ...] = ()
+
+    def __or__(self, other: Findings) -> Findings:
+        return Findings(self.failed | other.failed, self.tested | other.tested, self.errors + other.errors)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One mutant's fate. `failed`: the clauses that reported a mismatch, sorted; `reason`: why it survived, or ""."""
+
+    mutant: str
+    killed: bool
+    reason: str
+    failed: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class KillMatrix:
+    """All fates, and the clauses that the unchanged runner fails (there should be none)."""
+
+    runner: str
+    verdicts: tuple[Verdict, ...]
+    broken_clauses: tuple[str, ...]
+    unproven_clauses: tuple[str, ...]  # tested, but failed for no mutant that names them (full runs only)
+    seconds: float
+
+    @property
+    def survivors(self) -> tuple[Verdict, ...]:
+        return tuple(v for v in self.verdicts if not v.killed)
+
+    @property
+    def complete(self) -> bool:
+        """Every mutant is killed, by a suite that the unchanged runner passes."""
+        return bool(self.verdicts) and not self.survivors and not self.broken_clauses
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "runner": self.runner,
+            "killed": len(self.verdicts) - len(self.survivors),
+            "total": len(self.verdicts),
+            "seconds": round(self.seconds, 2),
+            "survivors": [{"mutant": v.mutant, "reason": v.reason} for v in self.survivors],
+            "matrix": {v.mutant: list(v.failed) for v in self.verdicts},
+            "broken_clauses": list(self.broken_clauses),
+            "clauses_without_mutant": list(self.unproven_clauses),
+        }
+
+
+def judge(mutant: Mutant, findings: Findings, broken: frozenset[str] = frozenset()) -> tuple[bool, str]:
+    """(killed, why not). `broken`: clauses that the unchanged runner fails too."""
+    named = frozenset(mutant.clauses)
+    failed = findings.failed - broken
+    others = findings.tested - named
+    red = failed & others
+    if failed & named:
+        if 2 * len(red) > len(others):
+            return False, f"too many clauses failed: {len(red)} of {len(others)} that should not care"
+        return True, ""
+    if failed:
+        return False, f"killed by other clauses only: {', '.join(sorted(failed))}"
+    if findings.errors:
+        return False, f"died of an exception: {findings.errors[0]}"
+    if not named & findings.tested:
+        return False, f"none of its clauses was tested: {', '.join(sorted(named))}"
+    return False, "noticed by no clause"
+
+
+def findings_of(runner: Any, seeds: Sequence[int], steps: int) -> Findings:
+    """Evaluate a runner (a name or a factory) and keep what the verdict needs."""
+    from conformance.evaluate import evaluate
+
+    try:
+        e = evaluate(runner, seeds=tuple(seeds), steps=steps)
+    except Exception as x:  # a mutant that the judge cannot stand is one that the judge has not named
+        return Findings(errors=(f"in the judge itself: {x!r}",))
+    failed = (c for c, mismatches in e.by_clause.items() if mismatches)
+    return Findings(frozenset(failed), frozenset(e.tested), tuple(f"{x.where}: {x.error}" for x in e.errors))
+
+
+def try_mutant(runner: str, mutant: Mutant, seeds: Sequence[int], steps: int, broken: frozenset[str]) -> Verdict:
+    """Load the mutant and evaluate it, seed after seed, until it is killed or the seeds are used up."""
+    start = time.perf_counter()
+    findings, killed, reason = Findings(), False, ""
+    with mutated(runner, mutant.path, mutant.old, mutant.new) as copy:
+        for seed in seeds:
+            findings |= findings_of(copy.factory, (seed,), steps)
+            killed, reason = judge(mutant, findings, broken)
+            if killed:
+                break
+    return Verdict(mutant.id, killed, reason, tuple(sorted(findings.failed)), time.perf_counter() - start)
+
+
+def run_matrix(
+    runner: str,
+    *,
+    mutants: Iterable[Mutant] | None = None,
+    seeds: Sequence[int] = SEEDS,
+    steps: int = STEPS,
+    jobs: int | None = None,
+    progress: Callable[[Verdict], None] | None = None,
+) -> KillMatrix:
+    """Every mutant of `runner`, in `jobs` processes (one per core if None; 1 = in this process).
+
+    Raises: `UnknownNameError` for a runner that has no mutants, `ConfigError` for a mutant whose text is gone.
+    """
+    start = time.perf_counter()
+    every = mutants is None
+    if mutants is None:
+        if runner not in MUTANTS:
+            raise UnknownNameError("runner with mutants", runner, MUTANTS, field="runner")
+        mutants = MUTANTS[runner]
+    mutants = tuple(mutants)
+    sound = findings_of(runner, seeds, steps)
+    tasks = [(runner, m, tuple(seeds), steps, sound.failed) for m in mutants]
+    verdicts = []
+    for verdict in _spread(tasks, jobs or os.cpu_count() or 1):
+        verdicts.append(verdict)
+        if progress is not None:
+            progress(verdict)
+    proven = {c for m, v in zip(mutants, verdicts, strict=True) if v.killed for c in m.clauses if c in v.failed}
+    return KillMatrix(
+        runner, tuple(verdicts), tuple(sorted(sound.failed)), tuple(sorted(sound.tested - proven)) if every else (),
+        time.perf_counter() - start,
+    )  # fmt: skip
+
+
+def _try_task(task: tuple[str, Mutant, tuple[int, ...], int, frozenset[str]]) -> Verdict:
+    return try_mutant(*task)
+
+
+def _spread(tasks: list[Any], jobs: int) -> Iterable[Verdict]:
+    """Verdicts in the order of the tasks, as they become known."""
+    if jobs == 1 or len(tasks) < 2:
+        yield from map(_try_task, tasks)
+        return
+    # Fresh processes: a forked child of a program that holds a GPU or threads is not usable.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=context) as pool:
+        yield from pool.map(_try_task, tasks)
+
+
+def run_mutants(args: argparse.Namespace) -> int:
+    """Body of `modelrunner mutants`: 0 = all killed, 1 = some survive or the unchanged runner fails, 2 = misuse."""
+    by_id = {m.id: m for m in MUTANTS.get(args.runner, ())}
+    progress = None if args.json else _print_verdict
+    try:
+        chosen = None
+        if args.only:
+            if args.only not in by_id:
+                raise UnknownNameError("mutant", args.only, by_id)
+            chosen = [by_id[args.only]]
+        matrix = run_matrix(args.runner, mutants=chosen, jobs=args.jobs, progress=progress)
+    except RunnerError as e:
+        print(f"modelrunner mutants: {e}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(matrix.as_json(), indent=1))
+    else:
+        _print_summary(matrix, by_id)
+    return 0 if matrix.complete else 1
+
+
+def _print_verdict(v: Verdict) -> None:
+    by = " ".join(c.removeprefix("MR-") for c in v.failed)
+    print(f"killed    {v.mutant:34} {by}" if v.killed else f"SURVIVED  {v.mutant:34} {v.reason}", flush=True)
+
+
+def _print_summary(matrix: KillMatrix, by_id: dict[str, Mutant]) -> None:
+    for v in matrix.survivors:
+        m = by_id[v.mutant]
+        print(f"\n{m.id} ({m.kind}, {KINDS[m.kind]}): {m.why}\n  {m.path}\n  - {m.old.strip()}\n  + {m.new.strip()}")
+        print(f"  should fail {', '.join(m.clauses)}; {v.reason}")
+    if matrix.broken_clauses:
+        print(f"\nthe unchanged runner fails {', '.join(matrix.broken_clauses)}; these clauses can kill nothing")
+    if matrix.unproven_clauses:
+        print(f"\nclauses without a mutant: {', '.join(matrix.unproven_clauses)}")
+    killed = len(matrix.verdicts) - len(matrix.survivors)
+    print(f"\n{killed} of {len(matrix.verdicts)} mutants of {matrix.runner} killed in {matrix.seconds:.1f} s")

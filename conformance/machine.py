@@ -1,0 +1,147 @@
+"""The plan world under Hypothesis: it searches for a sequence of actions that breaks a clause, and shrinks it.
+
+Rules are the actions of `PlanWorld`; a step closes the plan, runs it on candidate and oracle and asks every law.
+The failure text names the clause, its law, the batch with the differing cell marked, and the first mismatch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from conformance.clauses import clause
+from conformance.driver import PALETTE, WorldSize
+from conformance.evaluate import StepJudge, record_parts
+from conformance.harness import build_runner, factory_of, make_runner
+from conformance.planned_step import WorldRequest
+from conformance.report import batch_table
+from conformance.world import PlanWorld
+from runner_api import Capability, RunnerConfig, WitnessConfig, WitnessGroup
+from runner_api.protocol import RunnerFactory
+
+VOCAB = 64
+TOKENS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20)
+CHUNK = st.integers(1, 16)
+INDEX = st.integers(0, 15)
+SEED = st.integers(-(2**63), 2**63 - 1)
+
+
+def machine_for(runner: str | RunnerFactory, oracle: str | RunnerFactory = "cpu") -> type[RuleBasedStateMachine]:
+    """A state machine class that judges `runner`."""
+    candidate_factory, oracle_factory = factory_of(runner), factory_of(oracle)
+    offered = make_runner(candidate_factory, RunnerConfig(max_num_reqs=2)).describe().capabilities
+    palette = st.sampled_from([p for p in PALETTE if p.required_capabilities() <= offered])
+
+    class PlanMachine(RuleBasedStateMachine):
+        @initialize(
+            rows=st.integers(1, 6), block_size=st.sampled_from([1, 2, 3, 4, 16]),
+            window=st.none() | st.integers(1, 8), num_blocks=st.integers(12, 40), flip=st.booleans(),
+        )  # fmt: skip
+        def start(self, rows: int, block_size: int, window: int | None, num_blocks: int, flip: bool) -> None:
+            groups = [WitnessGroup(block_size)]
+            if window is not None and {Capability.MULTI_GROUP, Capability.SLIDING_WINDOW} <= offered:
+                groups.append(WitnessGroup(2 * block_size, window))
+            config = RunnerConfig(
+                max_num_reqs=rows, max_num_batched_tokens=32, max_model_len=40, record=record_parts(offered),
+                initial_free_rows=tuple(range(rows))[::-1] if flip else None,
+            )  # fmt: skip
+            size = WorldSize(config, WitnessConfig(groups=tuple(groups)), num_blocks)
+            self.candidate, cache = build_runner(candidate_factory, size.model, config, num_blocks)
+            reference, _ = build_runner(oracle_factory, size.model, config, num_blocks)
+            self.world = PlanWorld(config, cache, VOCAB)
+            self.judge = StepJudge(self.candidate, reference, size, cache, offered)
+
+        @precondition(lambda self: self.world.free_rows)
+        @rule(prompt=TOKENS, chunk=CHUNK, params=palette, seed=SEED, spare=st.integers(0, 1))
+        def add(self, prompt: list[int], chunk: int, params: Any, seed: int, spare: int) -> None:
+            self.world.add(prompt, chunk, params, seed, spare_blocks=spare)
+
+        @precondition(lambda self: self.world.free_rows > 1)
+        @rule(prompt=TOKENS)
+        def announce(self, prompt: list[int]) -> None:
+            self.world.add(prompt, 0)
+
+        @precondition(lambda self: self.world.hit_sources() and self.world.free_rows)
+        @rule(which=INDEX, tail=TOKENS, chunk=CHUNK)
+        def hit_prefix(self, which: int, tail: list[int], chunk: int) -> None:
+            sources = self.world.hit_sources()
+            self.world.add_with_prefix(sources[which % len(sources)], tail, chunk)
+
+        @precondition(lambda self: self.world.unscheduled())
+        @rule(which=INDEX, copied=CHUNK, tail=TOKENS, chunk=CHUNK)
+        def copy_prefix(self, which: int, copied: int, tail: list[int], chunk: int) -> None:
+            sources = [s for s in self.world.hit_sources() if isinstance(s, WorldRequest)]
+            if sources:
+                source = sources[which % len(sources)]
+                self.world.add_with_copy(source, min(copied, source.computed), tail, chunk)
+
+        @precondition(lambda self: self.world.unscheduled())
+        @rule(which=INDEX, chunk=CHUNK)
+        def extend(self, which: int, chunk: int) -> None:
+            requests = self.world.unscheduled()
+            self.world.schedule(requests[which % len(requests)].req_id, chunk)
+
+        @precondition(lambda self: self.world.unscheduled())
+        @rule(chunk=CHUNK, steps=st.integers(1, 4))
+        def go_on(self, chunk: int, steps: int) -> None:
+            """Steps in which everybody goes on: most of what an engine ever does."""
+            for _ in range(steps):
+                for request in self.world.unscheduled():
+                    self.world.schedule(request.req_id, chunk)
+                self._step(0, 0)
+
+        @precondition(lambda self: self.world.removable())
+        @rule(which=INDEX)
+        def preempt(self, which: int) -> None:
+            held = self.world.removable()
+            self.world.preempt(held[which % len(held)])
+
+        @precondition(lambda self: self.world.waiting)
+        @rule(which=INDEX, chunk=CHUNK)
+        def resume(self, which: int, chunk: int) -> None:
+            waiting = list(self.world.waiting)
+            self.world.resume(waiting[which % len(waiting)], chunk)
+
+        @precondition(lambda self: self.world.removable())
+        @rule(which=INDEX)
+        def finish(self, which: int) -> None:
+            held = self.world.removable()
+            self.world.finish(held[which % len(held)])
+
+        @precondition(lambda self: self.world.running)
+        @rule(which=INDEX)
+        def abort(self, which: int) -> None:
+            known = [*self.world.waiting, "nobody"]
+            self.world.abort(known[which % len(known)])
+
+        @precondition(lambda self: self.world.pending)
+        @rule(pad_tokens=st.integers(0, 4), pad_reqs=st.none() | st.integers(0, 2))
+        def step(self, pad_tokens: int, pad_reqs: int | None) -> None:
+            self._step(pad_tokens, pad_reqs)
+
+        def _step(self, pad_tokens: int, pad_reqs: int | None) -> None:
+            padded = Capability.PADDED_BATCH in offered
+            step = self.world.close(pad_tokens, pad_reqs) if padded else self.world.close()
+            self.judge.run_candidate(step, self.world.kept_blocks())
+            self.judge.run_oracle(step)
+            self.judge.observe(self.world, step)
+            for clause_id, mismatches in self.judge.laws(step).items():
+                if mismatches and not clause(clause_id).missing(offered):
+                    record = self.candidate.last_step()
+                    raise AssertionError(
+                        f"{clause_id} {clause(clause_id).law}\n{batch_table(record, mismatches[0])}\n{mismatches[0]}"
+                    )
+
+        def teardown(self) -> None:
+            if hasattr(self, "candidate"):
+                self.candidate.shutdown()
+
+    return PlanMachine
+
+
+def search(runner: str | RunnerFactory, profile: settings, oracle: str | RunnerFactory = "cpu") -> None:
+    """Run the machine; raises AssertionError with the smallest failure that was found."""
+    run_state_machine_as_test(machine_for(runner, oracle), settings=profile)

@@ -1,0 +1,77 @@
+"""What a world hands out: a plan, and the truth that a right runner must build from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from runner_api import BatchDescriptor, ForcedStep, SamplingParams, SchedulerOutput
+
+
+@dataclass(slots=True, eq=False)
+class WorldRequest:
+    """One request as the world knows it. `blocks[g]` is what the runner was given, evicted columns included."""
+
+    req_id: str
+    prompt_len: int
+    tokens: list[int]  # every known token
+    params: SamplingParams
+    seed: int
+    prefill_len: int = 0
+    computed: int = 0
+    blocks: tuple[list[int], ...] = ()
+    evicted: list[int] = field(default_factory=list)  # per group: leading columns that were given back
+    drafts: list[int] = field(default_factory=list)  # held in the runner's row
+    resumed: bool = False
+    started: bool = False  # scheduled since it was added
+    shared_until: int = 0  # positions below it were computed by another request
+    copied: range = range(0)  # positions that arrived by a block copy
+
+    @property
+    def prefilling(self) -> bool:
+        return self.computed < self.prefill_len
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTruth:
+    """What one scheduled request must look like in this step. Counts are those before the step."""
+
+    request: WorldRequest
+    num_scheduled: int
+    computed: int
+    prefill_len: int
+    num_drafts: int
+    input_ids: tuple[int, ...]
+    drafts: tuple[int, ...]  # held when the inputs are built
+    is_new: bool  # its first tokens since it was added
+    resumed: bool
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step reaches the end of the known tokens."""
+        return self.computed + self.num_scheduled >= self.prefill_len
+
+
+@dataclass(frozen=True, slots=True)
+class StepTruth:
+    """The world's truth of one step: `order` is the batch order, `requests` is keyed by request id."""
+
+    order: tuple[str, ...]
+    requests: Mapping[str, RequestTruth]
+    removed: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """One plan, its padded shape if it has one, an imposed outcome if the world verifies drafts, and the truth."""
+
+    plan: SchedulerOutput
+    descriptor: BatchDescriptor | None
+    truth: StepTruth
+    forced: ForcedStep | None = None
+
+    def drafts_held(self) -> dict[str, list[int]] | None:
+        """The drafts that the imposed outcome leaves in each request's row; None without one."""
+        if self.forced is None or self.forced.draft_token_ids is None:
+            return None
+        return dict(zip(self.truth.order, self.forced.draft_token_ids.tolist(), strict=True))

@@ -1,0 +1,363 @@
+"""Clauses that no legal plan can test: call order, impossible plans, outputs taken late, neighbours.
+
+A probe takes a `Bench`, builds the runners it needs and returns the mismatches of each clause it put to the test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from conformance.context import Mismatch
+from conformance.harness import build_runner, make_runner
+from conformance.stage_laws import stages_alone
+from runner_api import (
+    BatchDescriptor,
+    CachedRequestData,
+    CallOrderError,
+    Capability,
+    CapabilityError,
+    CUDAGraphMode,
+    ForcedStep,
+    ModelRunner,
+    NewRequestData,
+    PlanError,
+    RunnerConfig,
+    RunnerError,
+    SamplingParams,
+    SchedulerOutput,
+    WitnessConfig,
+    WitnessGroup,
+)
+from runner_api.protocol import RunnerFactory
+
+Found = dict[str, list[Mismatch]]
+GREEDY = SamplingParams(temperature=0.0)
+# Three rows, twelve tokens a step, blocks of four: small enough that each limit is one token away.
+CONFIG = RunnerConfig(max_num_reqs=3, max_num_batched_tokens=12, max_model_len=24)
+MODEL = WitnessConfig(groups=(WitnessGroup(4),))
+NUM_BLOCKS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Fresh runners of one kind, all on the small witness model."""
+
+    runner: str | RunnerFactory
+    capabilities: frozenset[Capability]
+
+    def fresh(self, **changes: Any) -> ModelRunner:
+        return build_runner(self.runner, MODEL, replace(CONFIG, **changes), NUM_BLOCKS)[0]
+
+
+def new(req_id: str, tokens: list[int], blocks: list[int], **changes: Any) -> NewRequestData:
+    """A greedy request whose prompt is everything it knows; `changes` replace fields."""
+    return replace(NewRequestData(req_id, tokens, tokens, 0, (blocks,), GREEDY), **changes)
+
+
+def plan_of(*requests: NewRequestData, cached: Mapping[str, tuple[int, Any]] | None = None, **changes: Any) -> Any:
+    """Schedule all of each new request, and one token of each cached one (id to computed count and new blocks)."""
+    counts = {r.req_id: len(r.prefill_token_ids) - r.num_computed_tokens for r in requests}
+    held = cached or {}
+    counts |= dict.fromkeys(held, 1)
+    data = CachedRequestData(list(held), [c for c, _ in held.values()], [b for _, b in held.values()], [1] * len(held))
+    plan = SchedulerOutput(list(requests), data, counts, sum(counts.values()))
+    return replace(plan, **changes)
+
+
+def run(runner: ModelRunner, plan: SchedulerOutput, forced: ForcedStep | None = None) -> dict[str, tuple[int, ...]]:
+    """One whole step; the tokens by request."""
+    runner.execute_model(plan)
+    return runner.sample_tokens(forced=forced).get_output().tokens()
+
+
+def two_live(runner: ModelRunner) -> None:
+    """The state that bad plans are tried on: `a` and `b`, three tokens computed and one sampled each."""
+    run(runner, plan_of(new("a", [1, 2, 3], [1]), new("b", [4, 5, 6], [2])))
+
+
+def bad_plans() -> dict[str, tuple[SchedulerOutput, BatchDescriptor | None]]:
+    """One impossible plan per clause, for the state of `two_live`."""
+    a, b = (3, None), (3, None)
+    fresh = new("c", [7, 8], [3])
+    plans: dict[str, SchedulerOutput] = {
+        "MR-ERR-021": SchedulerOutput(num_scheduled_tokens={"a": 1}, total_num_scheduled_tokens=1),
+        "MR-ERR-022": plan_of(new("a", [7, 8], [3])),
+        "MR-ERR-023": plan_of(fresh, new("d", [7], [4])),
+        "MR-ERR-024": plan_of(replace(fresh, prompt_token_ids=[7, 8, 9])),
+        "MR-ERR-025": plan_of(new("c", [7, MODEL.vocab_size], [3])),
+        "MR-ERR-026": plan_of(
+            replace(fresh, num_computed_tokens=2), num_scheduled_tokens={"c": 1}, total_num_scheduled_tokens=1
+        ),
+        "MR-ERR-028": plan_of(replace(fresh, block_ids=([3], [4]))),
+        "MR-ERR-029": plan_of(cached={"nobody": (3, None)}),
+        "MR-ERR-030": plan_of(
+            cached={"a": a, "b": b}, num_scheduled_tokens={"a": 1, "b": 0}, total_num_scheduled_tokens=1
+        ),
+        "MR-ERR-031": plan_of(cached={"a": a}, total_num_scheduled_tokens=2),
+        "MR-ERR-032": plan_of(new("c", list(range(13)), [3, 4, 5, 6])),
+        "MR-ERR-033": plan_of(cached={"a": a}, scheduled_spec_decode_tokens={"b": [-1]}),
+        "MR-ERR-036": plan_of(cached={"a": (2, None)}),
+        "MR-ERR-037": plan_of(
+            cached={"a": (3, ([3],))}, num_scheduled_tokens={"a": 2}, total_num_scheduled_tokens=2
+        ),
+        "MR-ERR-039": plan_of(new("c", [1, 2, 3, 4, 5], [3])),
+        "MR-ERR-041": plan_of(new("c", [7, 8], [0])),
+        "MR-ERR-042": plan_of(new("c", [7, 8, 9, 1], [1]), cached={"a": a}),
+    }  # fmt: skip
+    tight = BatchDescriptor(CUDAGraphMode.FULL, 1, 1)
+    cases: dict[str, tuple[SchedulerOutput, BatchDescriptor | None]] = {k: (p, None) for k, p in plans.items()}
+    cases["MR-ERR-043"] = (plan_of(cached={"a": a, "b": b}), tight)
+    return cases
+
+
+# -- the probes -----------------------------------------------------------------------------------------------
+
+
+def impossible_plans_are_refused(bench: Bench) -> Found:
+    """Each bad plan: refused with PlanError, state as before, the clause's own code, and the next step goes on."""
+    found: Found = {"MR-ERR-101": []}
+    runner: ModelRunner | None = None
+    digests = Capability.STATE_DIGEST in bench.capabilities
+    for clause_id, (plan, descriptor) in bad_plans().items():
+        if descriptor is not None and Capability.PADDED_BATCH not in bench.capabilities:
+            continue
+        if runner is None:
+            runner = bench.fresh()
+            two_live(runner)
+            before = dict(runner.state_digest()) if digests else {}
+        found[clause_id] = []
+        try:
+            runner.execute_model(plan, descriptor=descriptor)
+        except PlanError as e:
+            if e.code != clause_id:
+                found["MR-ERR-101"].append(Mismatch("MR-ERR-101", "code", None, (), e.code, clause_id))
+        except Exception as e:  # any other error is a crash, not a refusal
+            found[clause_id].append(Mismatch(clause_id, "execute_model", None, (), repr(e), "PlanError"))
+        else:
+            found[clause_id].append(Mismatch(clause_id, "execute_model", None, (), "accepted", "PlanError"))
+            runner = None
+            continue
+        if digests:
+            after = dict(runner.state_digest())
+            changed = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
+            found.setdefault("MR-ERR-001", [])
+            if changed:
+                wanted = f"as before {clause_id}"
+                found["MR-ERR-001"].append(Mismatch("MR-ERR-001", "state_digest", None, (), changed, wanted))
+                runner = None
+    return found
+
+
+def calls_out_of_order_are_refused(bench: Bench) -> Found:
+    found: Found = {"MR-ERR-002": [], "MR-ERR-003": []}
+
+    def refused(name: str, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except CallOrderError:
+            return
+        except Exception as e:
+            found["MR-ERR-002"].append(Mismatch("MR-ERR-002", name, None, (), repr(e), "CallOrderError"))
+        else:
+            found["MR-ERR-002"].append(Mismatch("MR-ERR-002", name, None, (), "accepted", "CallOrderError"))
+
+    step = plan_of(new("a", [1, 2, 3], [1]))
+    bare = make_runner(bench.runner, CONFIG)
+    refused("get_kv_cache_specs", bare.get_kv_cache_specs)
+    bare.load_model(MODEL)
+    refused("execute_model", lambda: bare.execute_model(step))
+    runner, twin = bench.fresh(), bench.fresh()
+    refused("last_step", runner.last_step)
+    refused("sample_tokens", runner.sample_tokens)
+    runner.execute_model(step)
+    refused("execute_model", lambda: runner.execute_model(plan_of(cached={"a": (3, None)})))
+    expected = run(twin, step)
+    try:
+        got: Any = runner.sample_tokens().get_output().tokens()
+    except CallOrderError as e:
+        got = repr(e)
+    if got != expected:
+        found["MR-ERR-003"].append(Mismatch("MR-ERR-003", "sampled_token_ids", "a", (), got, expected))
+    refused("sample_tokens", runner.sample_tokens)
+    return found
+
+
+def capabilities_not_offered_are_refused(bench: Bench) -> Found:
+    """Every sampling parameter whose capability is missing raises CapabilityError when a request asks for it."""
+    asks = (
+        SamplingParams(temperature=1.0, seed=1), SamplingParams(top_k=3), SamplingParams(top_p=0.5),
+        SamplingParams(min_p=0.5), SamplingParams(logprobs=1), SamplingParams(prompt_logprobs=1),
+        SamplingParams(presence_penalty=1.0), SamplingParams(logit_bias={1: 2.0}),
+        SamplingParams(allowed_token_ids=(1,)), SamplingParams(min_tokens=2),
+        SamplingParams(bad_words_token_ids=((1,),)),
+    )  # fmt: skip
+    runner, found = bench.fresh(), []
+    missing = [p for p in asks if p.required_capabilities() - bench.capabilities]
+    for params in missing:
+        try:
+            runner.execute_model(plan_of(new("a", [1], [1], sampling_params=params)))
+        except CapabilityError:
+            continue
+        except RunnerError as e:
+            got = repr(e)
+        else:
+            got = "accepted"
+            runner = bench.fresh()
+        wanted = sorted(c.value for c in params.required_capabilities() - bench.capabilities)
+        found.append(Mismatch("MR-ERR-005", "sampling_params", "a", (), got, f"CapabilityError for {wanted}"))
+    return {"MR-ERR-005": found} if missing else {}
+
+
+def late_output_is_the_same(bench: Bench) -> Found:
+    """Take the first step's output after two more steps, with another request moving into the same row."""
+    if Capability.ASYNC_OUTPUT not in bench.capabilities:
+        return {}
+    runner, twin = bench.fresh(), bench.fresh()
+    first = plan_of(new("a", [1, 2, 3], [1]), new("b", [4, 5, 6], [2]))
+    second = plan_of(new("c", [9, 8], [3]), cached={"b": (3, None)}, finished_req_ids=frozenset({"a"}))
+    # c leads the batch and draws nothing, where a stood and drew a token.
+    second = replace(second, num_scheduled_tokens={"c": 1, "b": 1}, total_num_scheduled_tokens=2)
+    runner.execute_model(first)
+    handle = runner.sample_tokens()
+    run(runner, second)
+    got, expected = handle.get_output().tokens(), run(twin, first)
+    wrong = [] if got == expected else [Mismatch("MR-ASYNC-002", "sampled_token_ids", None, (), got, expected)]
+    return {"MR-ASYNC-002": wrong}
+
+
+def plans_are_copied(bench: Bench) -> Found:
+    """Overwrite every list of the plan between the two calls and after them; the tokens stay what they were."""
+    runner, twin = bench.fresh(), bench.fresh()
+    a = new("a", [1, 2, 3], [1, 2])
+    first = plan_of(a)
+    then = [plan_of(cached={"a": (n, None)}) for n in (3, 4)]
+    expected = [run(twin, plan_of(new("a", [1, 2, 3], [1, 2])))] + [run(twin, p) for p in then]
+    runner.execute_model(first)
+    a.prompt_token_ids[:] = a.prefill_token_ids[:] = [60, 60, 60]  # type: ignore[index]
+    a.block_ids[0][:] = [9, 9]
+    first.num_scheduled_tokens.clear()
+    got = [runner.sample_tokens().get_output().tokens()] + [run(runner, p) for p in then]
+    wrong = [] if got == expected else [Mismatch("MR-ASYNC-003", "sampled_token_ids", "a", (), got, expected)]
+    return {"MR-ASYNC-003": wrong}
+
+
+def unknown_ids_change_nothing(bench: Bench) -> Found:
+    if Capability.STATE_DIGEST not in bench.capabilities:
+        return {}
+    runner = bench.fresh()
+    empty = runner.state_digest()
+    two_live(runner)
+    before, again = dict(runner.state_digest()), dict(runner.state_digest())
+    found: Found = {"MR-STATE-010": [], "MR-STATE-005": []}
+    if before != again:
+        found["MR-STATE-010"].append(Mismatch("MR-STATE-010", "state_digest", None, (), "changes", "the same twice"))
+    if before == dict(empty):
+        found["MR-STATE-010"].append(Mismatch("MR-STATE-010", "state_digest", None, (), "unchanged", "follows a step"))
+    runner.execute_model(SchedulerOutput(finished_req_ids=frozenset({"z"}), preempted_req_ids=frozenset({"y"})))
+    if dict(runner.state_digest()) != before:
+        found["MR-STATE-005"].append(Mismatch("MR-STATE-005", "state_digest", None, (), "changed", "as before"))
+    run(runner, plan_of(cached={"a": (3, None)}))
+    if dict(runner.state_digest()) == before:
+        found["MR-STATE-010"].append(Mismatch("MR-STATE-010", "state_digest", "a", (), "unchanged", "follows a decode"))
+    return found
+
+
+def neighbours_do_not_matter(bench: Bench) -> Found:
+    """One seeded request, alone in the last row and among two others in another row and other blocks."""
+    if Capability.SEEDED_SAMPLING not in bench.capabilities:
+        return {}
+    params = SamplingParams(temperature=1.0)
+    prompt, seed = [5, 4, 3], 2**62 + 11
+
+    def tokens_of(runner: ModelRunner, blocks: list[int], others: list[NewRequestData]) -> list[tuple[int, ...]]:
+        mine = new("m", prompt, blocks, sampling_params=params, seed=seed)
+        taken = [run(runner, plan_of(*others, mine))["m"]]
+        for n in range(3, 7):
+            held = {o.req_id: (len(o.prefill_token_ids) + n - 3, None) for o in others}
+            taken.append(run(runner, plan_of(cached={**held, "m": (n, None)}))["m"])
+        return taken
+
+    alone = tokens_of(bench.fresh(), [1, 2], [])
+    others = [
+        new("k", [1, 2], [5, 6], sampling_params=params, seed=1), new("z", [7], [7, 8], sampling_params=params, seed=2)
+    ]  # fmt: skip
+    among = tokens_of(bench.fresh(initial_free_rows=(1, 0, 2)), [4, 3], others)
+    wrong = [] if alone == among else [Mismatch("MR-SAMPLE-011", "token_ids", "m", (), among, alone)]
+    return {"MR-SAMPLE-011": wrong}
+
+
+def forced_tokens_enter_the_state(bench: Bench) -> Found:
+    if Capability.FORCED_STEP not in bench.capabilities:
+        return {}
+    runner, twin = bench.fresh(), bench.fresh()
+    own = run(twin, plan_of(new("a", [1, 2, 3], [1])))["a"][0]
+    imposed = (own + 1) % MODEL.vocab_size
+    step = ForcedStep(np.array([[imposed]], np.int64), np.array([1], np.int32))
+    output = run(runner, plan_of(new("a", [1, 2, 3], [1])), step)
+    record = runner.last_step()
+    run(runner, plan_of(cached={"a": (3, None)}))
+    facts = {
+        "sampled_token_ids": (output["a"], (imposed,)),
+        "token_ids": (record.token_ids.tolist(), [[own]]),
+        "forced_token_ids": (np.asarray(record.forced_token_ids).tolist(), [[imposed]]),
+        "input_ids": (runner.last_step().input_ids.tolist(), [imposed]),
+    }
+    wrong = [Mismatch("MR-POST-002", name, "a", (), got, want) for name, (got, want) in facts.items() if got != want]
+    return {"MR-POST-002": wrong}
+
+
+def a_refused_plan_is_not_begun(bench: Bench) -> Found:
+    """A plan whose fault shows last, in its total: what it finishes and adds must not have happened."""
+    if Capability.STATE_DIGEST not in bench.capabilities:
+        return {}
+    runner = bench.fresh()
+    two_live(runner)
+    before = dict(runner.state_digest())
+    plan = plan_of(new("c", [7, 8], [3]), cached={"a": (3, None)}, finished_req_ids=frozenset({"b"}))
+    try:
+        runner.execute_model(replace(plan, total_num_scheduled_tokens=plan.total_num_scheduled_tokens + 1))
+    except PlanError:
+        pass
+    else:
+        return {}  # MR-ERR-031 is told of it
+    after = dict(runner.state_digest())
+    changed = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
+    wrong = [Mismatch("MR-ERR-001", "state_digest", None, (), changed, "as before")] if changed else []
+    return {"MR-ERR-001": wrong}
+
+
+def plans_without_tokens_change_rows(bench: Bench) -> Found:
+    """`a` leaves by a plan without tokens, or by the plan that adds `c`: the same rows and tokens either way."""
+    runner, twin = bench.fresh(), bench.fresh()
+    two_live(runner)
+    two_live(twin)
+    runner.execute_model(SchedulerOutput(finished_req_ids=frozenset({"a"})))
+    plan = plan_of(new("c", [7, 8], [3]), cached={"b": (3, None)})
+    got = run(runner, plan), runner.last_step().idx_mapping.tolist()
+    expected = run(twin, replace(plan, finished_req_ids=frozenset({"a"}))), twin.last_step().idx_mapping.tolist()
+    wrong = [] if got == expected else [Mismatch("MR-STATE-007", "idx_mapping", None, (), got, expected)]
+    return {"MR-STATE-007": wrong}
+
+
+def ties_go_to_the_lowest_id(bench: Bench) -> Found:
+    """Imposed logits with two equal maxima; the record tells what the runner itself would have drawn."""
+    if Capability.FORCED_STEP not in bench.capabilities:
+        return {}
+    runner = bench.fresh()
+    logits = np.zeros((1, MODEL.vocab_size), np.float32)
+    logits[0, [7, 20]] = 1.0
+    run(runner, plan_of(new("a", [1, 2, 3], [1])), ForcedStep(np.array([[9]]), np.array([1], np.int32), logits=logits))
+    got = np.asarray(runner.last_step().token_ids).tolist()
+    return {"MR-SAMPLE-001": [] if got == [[7]] else [Mismatch("MR-SAMPLE-001", "token_ids", "a", (), got, [[7]])]}
+
+
+PROBES: tuple[Callable[[Bench], Found], ...] = (
+    impossible_plans_are_refused, calls_out_of_order_are_refused, capabilities_not_offered_are_refused,
+    late_output_is_the_same, plans_are_copied, unknown_ids_change_nothing, neighbours_do_not_matter,
+    forced_tokens_enter_the_state, a_refused_plan_is_not_begun, plans_without_tokens_change_rows,
+    ties_go_to_the_lowest_id, stages_alone,
+)  # fmt: skip

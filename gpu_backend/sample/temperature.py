@@ -1,0 +1,49 @@
+"""Temperature: divide a row by its request's temperature. Twin: cpu_reference/sample/temperature.py."""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_backend.sample.noise import vocab_tiles
+from gpu_backend.triton_support import entry, launch, tl, triton
+
+
+@entry
+@triton.jit(do_not_specialize=["num_logits", "vocab_size"])
+def _apply_temperature_kernel(
+    expanded_idx_mapping,
+    temperature,
+    num_logits,
+    vocab_size,
+    logits,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    # 1 each row's temperature
+    row = tl.load(expanded_idx_mapping + i, mask=i < num_logits, other=-1)
+    t = tl.load(temperature + row, mask=row >= 0, other=0.0)
+    # 2 divide where it changes anything, rounded as IEEE division is
+    changes = (t != 0.0) & (t != 1.0)
+    if tl.max(changes.to(tl.int32), 0) > 0:
+        token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        place = logits + (i * vocab_size)[:, None] + token[None, :]
+        inside = changes[:, None] & (token < vocab_size)[None, :]
+        x = tl.load(place, mask=inside, other=0.0)
+        divisor = tl.where(changes, t, 1.0)[:, None] + tl.zeros_like(x)
+        tl.store(place, tl.div_rn(x, divisor), mask=inside)
+
+
+def apply_temperature(
+    expanded_idx_mapping: torch.Tensor, temperature: torch.Tensor, num_logits: int, logits: torch.Tensor
+) -> None:
+    """Divide each row by its request's temperature; rows of temperature 0 (greedy) and 1 stay as they are.
+
+    Shapes: expanded_idx_mapping: int64[>= L] row of each logits row (NO_ROW is taken as greedy); temperature:
+    float32[N] by row; logits: float32[L, V], contiguous. Writes: logits.
+    """
+    vocab_size = logits.shape[1]
+    grid, tiling = vocab_tiles(num_logits, vocab_size)
+    launch(
+        _apply_temperature_kernel, grid, expanded_idx_mapping, temperature, num_logits, vocab_size, logits, **tiling
+    )

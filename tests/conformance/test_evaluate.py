@@ -1,0 +1,163 @@
+"""The reference passes every clause; a runner with one fault fails the clause that names it, and not all others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from conformance.clauses import load_clauses
+from conformance.evaluate import Evaluation, evaluate
+from cpu_reference.async_output import AsyncOutput
+from cpu_reference.runner import CAPABILITIES, CpuModelRunner
+from runner_api import Capability, StepRecord
+
+
+@pytest.fixture(scope="module")
+def cpu() -> Evaluation:
+    return evaluate("cpu")
+
+
+def test_the_reference_passes_everything(cpu: Evaluation) -> None:
+    assert [str(m) for found in cpu.by_clause.values() for m in found] == []
+    assert [e.traceback for e in cpu.errors] == []
+    assert cpu.passed
+
+
+def test_every_clause_was_tested_or_skipped_with_a_reason(cpu: Evaluation) -> None:
+    assert cpu.untested == []
+    assert all(cpu.skipped.values())
+    assert set(cpu.tested) <= set(load_clauses())
+
+
+def test_worlds_met_what_runners_get_wrong(cpu: Evaluation) -> None:
+    for action in ("preempt", "resume", "resume_same_plan", "prefix_hit", "block_copy", "window_eviction", "padded"):
+        assert cpu.counts[action] > 10, action
+
+
+def record_with(change: Callable[[StepRecord], dict[str, object]]) -> type[CpuModelRunner]:
+    """A runner that is right but says something else in its record."""
+
+    class Liar(CpuModelRunner):
+        def last_step(self) -> StepRecord:
+            record = super().last_step()
+            return replace(record, **change(record)) if record.num_reqs else record
+
+    return Liar
+
+
+def _bumped(name: str) -> Callable[[StepRecord], dict[str, object]]:
+    def change(record: StepRecord) -> dict[str, object]:
+        wrong = getattr(record, name).copy()
+        wrong.reshape(-1)[0] += 1
+        return {name: wrong}
+
+    return change
+
+
+def _slot_tail_not_padded(record: StepRecord) -> dict[str, object]:
+    slots = record.slot_mappings.copy()
+    slots[:, record.num_tokens :] = 17
+    return {"slot_mappings": slots}
+
+
+LIES = {
+    "MR-PAD-004": _slot_tail_not_padded,
+    "MR-INPUT-003": _bumped("seq_lens"),
+    "MR-INPUT-002": _bumped("positions"),
+    "MR-INPUT-006": _bumped("logits_indices"),
+    "MR-INPUT-007": _bumped("cu_num_logits"),
+    "MR-INPUT-008": _bumped("expanded_idx_mapping"),
+    "MR-INPUT-009": _bumped("expanded_local_pos"),
+    "MR-SLOT-001": _bumped("slot_mappings"),
+    "MR-SAMPLE-007": _bumped("seeds"),
+    "MR-BATCH-004": lambda record: {"num_tokens": record.num_tokens + 1},
+    "MR-BATCH-001": lambda record: {"req_ids": ("x", *record.req_ids[1:])},
+    "MR-BATCH-005": lambda record: {"input_ids": record.input_ids[:-1]},
+    "MR-KV-003": lambda r: {"block_tables": tuple(tuple(np.append(row, 1) for row in t) for t in r.block_tables)},
+    "MR-PAD-005": lambda record: {"num_reqs_padded": record.num_reqs_padded + 1},
+    "MR-PAD-002": lambda record: {
+        "seq_lens": np.concatenate([record.seq_lens[: record.num_reqs], record.seq_lens[record.num_reqs :] + 5])
+    },
+}
+
+
+@pytest.mark.parametrize("clause_id", LIES)
+def test_a_wrong_field_fails_the_law_about_it(clause_id: str) -> None:
+    found = evaluate(record_with(LIES[clause_id]), seeds=(0,), steps=20)
+    assert clause_id in found.failed
+    assert len(found.failed) <= 3, found.failed
+    assert found.errors == []
+    mismatch = found.by_clause[clause_id][0]
+    assert mismatch.clause_id == clause_id
+    assert str(mismatch).startswith(clause_id)
+
+
+class OutputOfAnother(CpuModelRunner):
+    """Hands out every request's tokens under its neighbour's name."""
+
+    def sample_tokens(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        output = super().sample_tokens(*args, **kwargs)
+        record = super().last_step()
+        taken = record.token_ids if record.forced_token_ids is None else record.forced_token_ids
+        return AsyncOutput(output._req_ids, taken[::-1], record.num_sampled)
+
+
+def test_swapped_outputs_fail_the_output_law_alone() -> None:
+    failed = evaluate(OutputOfAnother, seeds=(0,), steps=20).failed
+    assert "MR-OUT-002" in failed
+    assert not [c for c in failed if c.split("-")[1] in ("INPUT", "SLOT", "KV", "ATTN")]
+
+
+class Crashing(CpuModelRunner):
+    """Breaks down in its fifth step."""
+
+    steps = 0
+
+    def execute_model(self, plan, **kwargs):  # type: ignore[no-untyped-def]
+        self.steps += 1
+        if self.steps == 5:
+            raise ZeroDivisionError("fifth step")
+        return super().execute_model(plan, **kwargs)
+
+
+def test_exceptions_are_kept_apart_from_mismatches() -> None:
+    found = evaluate(Crashing, seeds=(0,), steps=20)
+    assert not found.passed
+    assert found.errors
+    assert "fifth step" in found.errors[0].error
+    assert found.errors[0].where == "world plain, step 4"
+
+
+class Modest(CpuModelRunner):
+    """Offers neither digests nor logprobs, and pads nothing."""
+
+    def describe(self):  # type: ignore[no-untyped-def]
+        absent = {Capability.STATE_DIGEST, Capability.LOGPROBS, Capability.PADDED_BATCH, Capability.FORCED_STEP}
+        return replace(super().describe(), capabilities=CAPABILITIES - absent)
+
+
+def test_what_is_not_offered_is_skipped_with_its_reason() -> None:
+    found = evaluate(Modest, seeds=(0,), steps=20)
+    assert found.skipped["MR-ERR-001"] == ("state_digest",)
+    assert found.skipped["MR-PAD-006"] == ("padded_batch",)
+    assert not found.tested["MR-PAD-004"]
+    assert "MR-LOGPROB-001" in found.skipped
+    assert found.counts["padded"] == found.counts["verify"] == 0
+
+
+class Forgetful(CpuModelRunner):
+    """Refuses bad plans only after it has freed the rows of the plan's finished requests."""
+
+    def execute_model(self, plan, **kwargs):  # type: ignore[no-untyped-def]
+        try:
+            return super().execute_model(plan, **kwargs)
+        except Exception:
+            self.req_states.finish_requests(list(self.req_states.req_id_to_row)[:1])
+            raise
+
+
+def test_a_refusal_that_changes_the_state_is_noticed() -> None:
+    assert "MR-ERR-001" in evaluate(Forgetful, seeds=(0,), steps=20).failed

@@ -1,0 +1,137 @@
+"""The clauses notice every planted fault, and a mutant is not called killed for the wrong reason."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+
+from conformance import kill_matrix
+from conformance.clauses import load_clauses
+from conformance.commands import mutants as add_mutants_parser
+from conformance.kill_matrix import Findings, Verdict, judge, run_matrix
+from conformance.mutants import CPU_MUTANTS, KINDS, MUTANTS, Mutant
+from conformance.mutation import mutated
+from runner_api import UnknownNameError
+
+SEEN, OTHERS = "MR-SLOT-001", ("MR-SLOT-002", "MR-KV-001", "MR-INPUT-001")
+MUTANT = Mutant("m", "slot_mapping.py", "a", "b", (SEEN,), "K4", "")
+ALL = frozenset({SEEN, *OTHERS})
+
+
+def test_there_are_enough_mutants_all_distinct_and_spread() -> None:
+    assert len(CPU_MUTANTS) >= 40
+    assert len({m.id for m in CPU_MUTANTS}) == len(CPU_MUTANTS)
+    assert len({(m.path, m.old, m.new) for m in CPU_MUTANTS}) == len(CPU_MUTANTS)
+    assert len({m.path for m in CPU_MUTANTS}) >= 12
+    assert len({m.kind for m in CPU_MUTANTS}) >= 12
+
+
+@pytest.mark.parametrize("mutant", CPU_MUTANTS, ids=lambda m: m.id)
+def test_the_mutant_fits_the_code_and_names_known_clauses(mutant: Mutant) -> None:
+    with mutated("cpu", mutant.path, mutant.old, mutant.new):
+        pass
+    assert mutant.clauses
+    assert not set(mutant.clauses) - set(load_clauses())
+    assert mutant.kind in KINDS
+    assert mutant.why.endswith(".")
+
+
+@pytest.fixture(scope="module")
+def matrix() -> kill_matrix.KillMatrix:
+    return run_matrix("cpu")
+
+
+@pytest.mark.slow
+def test_every_mutant_is_killed(matrix: kill_matrix.KillMatrix) -> None:
+    assert not matrix.broken_clauses, "the unchanged runner fails"
+    assert [f"{v.mutant}: {v.reason}" for v in matrix.survivors] == []
+    assert matrix.complete
+    assert len(matrix.verdicts) == len(CPU_MUTANTS)
+    print(f"\nclauses without a mutant: {', '.join(matrix.unproven_clauses)}")
+    print(f"{len(matrix.verdicts)} mutants in {matrix.seconds:.1f} s")
+
+
+@pytest.mark.slow
+def test_no_clause_fails_for_every_mutant(matrix: kill_matrix.KillMatrix) -> None:
+    """A clause that goes off whatever is wrong says nothing about where."""
+    for clause in load_clauses():
+        assert sum(clause in v.failed for v in matrix.verdicts) <= len(matrix.verdicts) * 2 // 3, clause
+
+
+@pytest.mark.parametrize(
+    ("findings", "killed", "reason"),
+    [
+        (Findings(frozenset({SEEN}), ALL), True, ""),
+        (Findings(frozenset({SEEN, OTHERS[0]}), ALL, ("IndexError: x",)), True, ""),
+        (Findings(frozenset({SEEN, *OTHERS[:2]}), ALL), False, "too many clauses failed: 2 of 3"),
+        (Findings(frozenset(OTHERS[:1]), ALL), False, "killed by other clauses only: MR-SLOT-002"),
+        (Findings(frozenset(), ALL, ("IndexError: x",)), False, "died of an exception: IndexError: x"),
+        (Findings(frozenset(), frozenset(OTHERS)), False, "none of its clauses was tested"),
+        (Findings(frozenset(), ALL), False, "noticed by no clause"),
+    ],
+)
+def test_judgement(findings: Findings, killed: bool, reason: str) -> None:
+    assert judge(MUTANT, findings) == (killed, reason) if killed else judge(MUTANT, findings)[1].startswith(reason)
+    assert judge(MUTANT, findings)[0] is killed
+
+
+def test_a_clause_that_the_unchanged_runner_fails_kills_nothing() -> None:
+    assert not judge(MUTANT, Findings(frozenset({SEEN}), ALL), broken=frozenset({SEEN}))[0]
+
+
+def test_an_equivalent_mutant_survives() -> None:
+    """A change without effect must not be reported as killed, however often it is tried."""
+    old = "row = int(idx_mapping[i])"
+    same = Mutant("same", "block_table.py", old, f"{old} + 0", (SEEN,), "K3", "")
+    found = run_matrix("cpu", mutants=[same], seeds=(0,), steps=10, jobs=1)
+    assert [(v.killed, v.failed) for v in found.verdicts] == [(False, ())]
+    assert not found.complete
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_mutants_parser(parser.add_subparsers())
+    return parser.parse_args(["mutants", *arguments])
+
+
+def test_command_prints_json_and_says_who_survives(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(kill_matrix, "findings_of", lambda runner, seeds, steps: Findings(frozenset(), ALL))
+    args = parse("--json", "--jobs", "1", "--only", "slot-tail-stale")
+    assert args.run(args) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["killed"], answer["total"]) == (0, 1)
+    assert answer["seconds"] >= 0
+    assert answer["survivors"][0]["mutant"] == "slot-tail-stale"
+    assert answer["matrix"] == {"slot-tail-stale": []}
+
+
+def test_command_ends_with_0_if_all_are_killed(monkeypatch, capsys) -> None:
+    def findings(runner, seeds, steps):
+        return Findings(frozenset() if runner == "cpu" else frozenset({"MR-PAD-004"}), ALL | {"MR-PAD-004"})
+
+    monkeypatch.setattr(kill_matrix, "findings_of", findings)
+    args = parse("--jobs", "1", "--only", "slot-tail-stale")
+    assert args.run(args) == 0
+    assert "1 of 1 mutants of cpu killed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [("--runner", "cpx"), ("--only", "no-such-mutant")])
+def test_command_refuses_unknown_names(arguments: tuple[str, ...], capsys) -> None:
+    args = parse(*arguments)
+    assert args.run(args) == 2
+    assert "unknown" in capsys.readouterr().err
+
+
+def test_a_runner_without_mutants_is_refused() -> None:
+    with pytest.raises(UnknownNameError):
+        run_matrix("no such runner")
+    assert set(MUTANTS) >= {"cpu"}
+
+
+def test_verdicts_keep_the_order_of_the_mutants(monkeypatch) -> None:
+    monkeypatch.setattr(kill_matrix, "findings_of", lambda runner, seeds, steps: Findings(frozenset(), ALL))
+    seen: list[Verdict] = []
+    found = run_matrix("cpu", seeds=(0,), jobs=1, progress=seen.append)
+    assert [v.mutant for v in found.verdicts] == [m.id for m in CPU_MUTANTS] == [v.mutant for v in seen]

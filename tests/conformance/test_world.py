@@ -1,0 +1,157 @@
+"""Plans of a world are always legal, every kind of action occurs, and the truth is the dense witness model's."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from conformance.driver import KINDS, RandomDriver, draw_size
+from conformance.truth import witness_logits
+from conformance.world import PlanWorld
+from runner_api import (
+    NULL_BLOCK_ID,
+    Capability,
+    PlanValidator,
+    RunnerConfig,
+    WitnessConfig,
+    WitnessGroup,
+    group_kv_cache_specs,
+)
+
+ACTIONS = {
+    "add", "chunk", "decode", "preempt", "resume", "resume_same_plan", "finish", "abort_running", "abort_waiting",
+    "abort_unknown", "empty_step", "add_without_tokens", "prefix_hit", "block_copy", "exhausted", "window_eviction",
+    "padded", "verify",
+}  # fmt: skip
+
+
+def small_world(num_blocks: int = 40, window: int | None = None, **changes: int) -> PlanWorld:
+    config = RunnerConfig(**{"max_num_reqs": 4, "max_num_batched_tokens": 32, "max_model_len": 40, **changes})
+    groups = (WitnessGroup(4),) if window is None else (WitnessGroup(4), WitnessGroup(4, window))
+    return PlanWorld(config, group_kv_cache_specs(WitnessConfig(groups=groups).kv_cache_specs(), num_blocks), 64)
+
+
+def take_one_token(world: PlanWorld, **padding: int) -> object:
+    step = world.close(**padding)
+    world.observe({r: [9] if t.samples else [] for r, t in step.truth.requests.items()})
+    return step
+
+
+def drive(kind: str, seed: int, steps: int) -> Counter[str]:
+    """A world without a runner: tokens are random, plans go to the validator alone."""
+    random = np.random.default_rng(seed)
+    size = draw_size(kind, random)
+    cache = group_kv_cache_specs(size.model.kv_cache_specs(), size.num_blocks)
+    world = PlanWorld(size.config, cache, size.model.vocab_size)
+    driver = RandomDriver(random)
+    validator = PlanValidator(size.config, cache, size.model.vocab_size, frozenset(Capability))
+    for _ in range(steps):
+        step = driver.next_step(world)
+        validator.check(step.plan)
+        validator.commit(step.plan)
+        assert validator.requests.keys() == world.running.keys()
+        tokens = {r: [int(random.integers(64))] if t.samples else [] for r, t in step.truth.requests.items()}
+        if step.forced is not None:
+            rows = zip(step.truth.order, step.forced.token_ids.tolist(), step.forced.num_sampled, strict=True)
+            tokens = {r: taken[:n] for r, taken, n in rows}
+        world.observe(tokens, step.drafts_held())
+        owned = [b for r in world.running.values() for g, ids in enumerate(r.blocks) for b in ids[r.evicted[g] :]]
+        assert not set(owned) & set(world._pool.free), "a block is free and held"
+        assert NULL_BLOCK_ID not in owned
+    return world.counts
+
+
+def test_plans_are_legal_and_every_action_occurs() -> None:
+    counts: Counter[str] = Counter()
+    for kind in KINDS:
+        for seed in range(12):
+            counts += drive(kind, seed, 40)
+    assert not ACTIONS - counts.keys()
+
+
+def test_the_same_seed_gives_the_same_plans() -> None:
+    assert drive("groups", 7, 30) == drive("groups", 7, 30)
+
+
+def test_an_action_that_is_not_possible_changes_nothing() -> None:
+    world = small_world(num_blocks=4)  # three blocks of four tokens
+    assert world.add([1] * 8, 8, req_id="a")
+    assert not world.add([2] * 8, 8, req_id="b"), "two blocks are needed and one is left"
+    assert not world.schedule("a", 1), "it is in the plan already"
+    assert not world.preempt("a")
+    assert not world.resume("a", 1)
+    assert world.free_blocks == 1
+    step = world.close()
+    assert list(step.plan.num_scheduled_tokens) == ["a"]
+    assert world.counts["exhausted"] == 1
+
+
+def test_a_prefix_hit_shares_full_blocks_and_survives_its_owner() -> None:
+    world = small_world()
+    world.add(list(range(10)), 10, req_id="a")
+    take_one_token(world)
+    first_two = world.running["a"].blocks[0][:2]
+    world.finish("a")
+    assert set(first_two) <= world.kept_blocks()
+    (ghost,) = world.hit_sources()
+    assert world.add_with_prefix(ghost, [50], 5)
+    (new,) = world.close().plan.scheduled_new_reqs
+    assert new.block_ids[0][:2] == first_two
+    assert new.num_computed_tokens == 8
+    assert new.prefill_token_ids == [0, 1, 2, 3, 4, 5, 6, 7, 50]
+
+
+def test_a_copy_names_source_and_fresh_destination() -> None:
+    world = small_world()
+    world.add(list(range(10)), 10, req_id="a")
+    take_one_token(world)
+    source = world.running["a"]
+    assert world.add_with_copy(source, 6, [50], 1)
+    assert world.removable() == [], "the source must stay until the plan is closed"
+    plan = world.close().plan
+    ((copied_from, copied_to),) = plan.kv_cache_block_copies
+    (new,) = plan.scheduled_new_reqs
+    assert copied_from == source.blocks[0][1]
+    assert new.block_ids[0][:2] == [source.blocks[0][0], copied_to]
+    assert plan.new_block_ids_to_zero == [copied_to]
+
+
+def test_blocks_behind_the_window_are_given_back() -> None:
+    world = small_world(window=5)
+    world.add(list(range(14)), 14, req_id="a")
+    take_one_token(world)
+    request = world.running["a"]
+    assert request.evicted == [0, 2], "positions 0 .. 9 of 14 are out of reach"
+    assert set(request.blocks[1][:2]) <= set(world._pool.free)
+
+
+def test_a_resumed_request_knows_its_outputs() -> None:
+    world = small_world()
+    world.add([1, 2, 3], 3, req_id="a")
+    take_one_token(world)
+    world.preempt("a")
+    assert world.resume("a", 2)
+    step = world.close()
+    (new,) = step.plan.scheduled_new_reqs
+    assert (new.prompt_token_ids, new.prefill_token_ids) == ([1, 2, 3], [1, 2, 3, 9])
+    assert step.truth.requests["a"].input_ids == (1, 2)
+    assert not step.truth.requests["a"].samples
+
+
+def test_a_padded_descriptor_stays_within_the_runner() -> None:
+    world = small_world()
+    world.add([1, 2, 3], 3, req_id="a")
+    descriptor = world.close(pad_tokens=100, pad_reqs=100).descriptor
+    assert descriptor is not None
+    assert (descriptor.num_tokens, descriptor.num_reqs) == (32, 4)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_dense_logits_see_all_keys_or_the_window(window: int | None) -> None:
+    config = WitnessConfig(groups=(WitnessGroup(4, window),))
+    long, other = witness_logits(config, [[1, 2, 3, 4, 5], [9, 2, 3, 4, 5]])
+    alone = witness_logits(config, [[1, 2, 3, 4, 5]])[0]
+    assert np.array_equal(long, alone), "neighbours do not matter"
+    assert np.array_equal(long, other) == (window is not None), "the first token is out of the window's reach"

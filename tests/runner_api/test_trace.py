@@ -1,0 +1,231 @@
+"""Traces: what is written is read back; a broken file is refused with its line and field."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from step_driver import force, full, make_plan, make_runner, new
+
+from runner_api import RunnerError, SamplingParams, StepRecord, TraceError, load_trace, save_trace
+
+
+@pytest.fixture(scope="module")
+def steps():
+    """A step with everything in it, one with drafts and a padded graph, one without tokens."""
+    runner = make_runner(
+        num_speculative_tokens=2, max_num_reqs=4, record=frozenset({"logits", "kv", "intermediates"})
+    )
+    params = SamplingParams(temperature=0.5, logprobs=2, stop=["x"], seed=2**62)
+    added = [new("a", [1, 2, 3], [1], sampling_params=params, seed=-(2**63)), new("b", [4], [2])]
+    runner.execute_model(make_plan({"a": 3, "b": 1}, added, finished_req_ids=frozenset({"z", "y"})))
+    runner.sample_tokens(forced=force(runner, {"a": [5], "b": [6]}, {"a": [7, 8]}))
+    records = [runner.last_step()]
+    plan = make_plan({"a": 3, "b": 1}, (), {"a": (3, ([3],)), "b": (1, None)}, {"a": [-1, -1]})
+    runner.execute_model(plan, descriptor=full(8, 4))
+    runner.sample_tokens(forced=force(runner, {"a": [7, 9], "b": [1]}))
+    records.append(dataclasses.replace(runner.last_step(), extra={"margin": [0.1, float("inf")], "note": ("x", 1)}))
+    runner.execute_model(make_plan({}, kv_cache_block_copies=[(1, 5)]))
+    return [*records, runner.last_step()]
+
+
+def same(a, b, where=""):
+    """Equal in value, type and dtype, all the way down."""
+    assert type(a) is type(b), where
+    if dataclasses.is_dataclass(a):
+        for f in dataclasses.fields(a):
+            same(getattr(a, f.name), getattr(b, f.name), f"{where}.{f.name}")
+    elif isinstance(a, np.ndarray):
+        assert a.dtype == b.dtype, where
+        assert a.shape == b.shape, where
+        assert np.array_equal(a, b, equal_nan=a.dtype.kind == "f"), where
+    elif isinstance(a, dict):
+        assert list(a) == list(b), where
+        for key in a:
+            same(a[key], b[key], f"{where}[{key!r}]")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            same(x, y, f"{where}[{i}]")
+    else:
+        assert a == b, where
+
+
+def test_round_trip(tmp_path, steps):
+    path = tmp_path / "run.jsonl"
+    save_trace(path, steps, {"seed": 3})
+    trace = load_trace(path)
+    assert trace.name == "run"
+    assert trace.meta["seed"] == 3
+    assert not trace.is_vllm_recording
+    assert len(trace.steps) == 3
+    for i, (written, read) in enumerate(zip(steps, trace.steps, strict=True)):
+        same(written, read, f"step {i}")
+
+
+def test_a_trace_without_steps(tmp_path):
+    save_trace(tmp_path / "empty.jsonl", [])
+    assert load_trace(str(tmp_path / "empty.jsonl")).steps == ()
+
+
+def test_records_of_other_runners_survive_nan_and_shapes(tmp_path):
+    record = StepRecord(make_plan({}), logits=np.array([[np.nan, -np.inf, 1e-30]], np.float32),
+                        kv={"a": np.zeros((2, 0, 2), np.int64)})  # fmt: skip
+    save_trace(tmp_path / "x.jsonl", [record])
+    same(record, load_trace(tmp_path / "x.jsonl").steps[0])
+
+
+def lines_of(path, steps):
+    save_trace(path, steps)
+    return path.read_text().splitlines()
+
+
+def broken(tmp_path, lines):
+    path = tmp_path / "broken.jsonl"
+    path.write_text("\n".join(lines) + "\n" if lines else "")
+    with pytest.raises(TraceError) as caught:
+        load_trace(path)
+    assert str(path) in str(caught.value)
+    return caught.value
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    for path in (tmp_path / "missing.jsonl", tmp_path):
+        with pytest.raises(TraceError, match="cannot be read"):
+            load_trace(path)
+    (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(TraceError, match="cannot be read"):
+        load_trace(tmp_path / "bytes.jsonl")
+
+
+def test_files_that_are_no_traces(tmp_path):
+    assert "empty" in broken(tmp_path, []).what
+    assert "not JSON" in broken(tmp_path, ["hello"]).what
+    assert "not an object" in broken(tmp_path, ["[1]"]).what
+    assert broken(tmp_path, ["{}"]).expected == "a key 'meta' or 'trace'"
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3, 4])
+def test_a_trace_that_is_cut_short(tmp_path, steps, keep):
+    lines = lines_of(tmp_path / "whole.jsonl", steps)
+    assert len(lines) == 5
+    assert "cut short" in broken(tmp_path, lines[:keep]).what
+
+
+def test_a_step_that_is_missing_in_the_middle(tmp_path, steps):
+    lines = lines_of(tmp_path / "whole.jsonl", steps)
+    assert "cut short" in broken(tmp_path, [lines[0], lines[2], *lines[3:]]).what
+
+
+def test_another_version(tmp_path, steps):
+    lines = lines_of(tmp_path / "whole.jsonl", steps)
+    header = json.loads(lines[0])
+    header["trace"]["schema_version"] = 999
+    error = broken(tmp_path, [json.dumps(header), *lines[1:]])
+    assert error.got == 999
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda r: r.pop("$"),
+        lambda r: r.update({"$": "NoSuchType"}),
+        lambda r: r.update({"$": "SchedulerOutput"}),
+        lambda r: r.update({"no_such_field": 1}),
+        lambda r: r["positions"].update({"shape": [999]}),
+        lambda r: r["positions"].update({"dtype": "no_such_dtype"}),
+        lambda r: r["positions"].pop("data"),
+        lambda r: r["descriptor"].update({"cg_mode": "NO_SUCH_MODE"}),
+        lambda r: r["plan"].pop("$"),
+        lambda r: r.pop("plan"),
+    ],
+)
+def test_broken_records_name_their_line(tmp_path, steps, damage):
+    lines = lines_of(tmp_path / "whole.jsonl", steps)
+    record = json.loads(lines[2])
+    damage(record)
+    error = broken(tmp_path, [*lines[:2], json.dumps(record), *lines[3:]])
+    assert error.field.endswith(":3")
+    assert isinstance(error, RunnerError)
+
+
+def test_a_line_of_a_trace_that_is_not_json(tmp_path, steps):
+    lines = lines_of(tmp_path / "whole.jsonl", steps)
+    assert broken(tmp_path, [*lines[:2], lines[2][:-9], *lines[3:]]).field.endswith(":3")
+
+
+# -- recordings of vLLM -------------------------------------------------------------------------------------------
+
+META = {
+    "recording_format": 1, "source": "vLLM 0.33", "runner": "V2", "model": "m", "max_model_len": 64, "max_num_seqs": 4,
+    "max_num_batched_tokens": 16, "block_size": 16, "num_gpu_blocks_override": 9,
+}  # fmt: skip
+STEP = {
+    "step": 0,
+    "plan": {
+        "new": [{
+            "req_id": "a", "prompt_token_ids": [1, 2], "prefill_token_ids": None, "num_computed_tokens": 0,
+            "block_ids": [[1]], "sampling_params": {"temperature": 0.0, "logit_bias": {"3": 1.0}, "output_kind": 0},
+        }],
+        "cached": {
+            "req_ids": [], "num_computed_tokens": [], "new_block_ids": [], "num_output_tokens": [], "resumed": [],
+        },
+        "num_scheduled_tokens": {"a": 2}, "total": 2, "spec": {}, "finished": [], "preempted": [],
+    },
+    "batch": {
+        "req_ids": ["a"], "idx_mapping": [3], "query_start_loc": [0, 2], "seq_lens": [2], "input_ids": [1, 2],
+        "positions": [0, 1], "logits_indices": [1], "cu_num_logits": [0, 1], "block_tables": [[[1]]],
+        "slot_mappings": [[16, 17]],
+    },
+    "sampled": {"token_ids": [[7]], "num_sampled": [1], "top2_margin": [0.5]},
+}  # fmt: skip
+
+
+def recording(tmp_path, step=STEP, meta=META, end=True):
+    path = tmp_path / "vllm.jsonl"
+    lines = [{"meta": meta}, step, {"step": 1, "plan": {**STEP["plan"], "new": []}, "batch": None}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *([{"outputs": {"a": [7]}}] if end else [])]))
+    return path
+
+
+def test_a_recording_is_read_as_it_is(tmp_path):
+    trace = load_trace(recording(tmp_path))
+    assert trace.is_vllm_recording
+    assert trace.outputs == {"a": [7]}
+    step, idle = trace.steps
+    assert step.plan.scheduled_new_reqs[0].prefill_token_ids == [1, 2]
+    assert step.plan.scheduled_new_reqs[0].sampling_params.logit_bias == {3: 1.0}
+    assert (step.num_reqs, step.num_tokens_padded) == (1, 2)
+    assert step.tokens() == {"a": (7,)}
+    assert step.slot_mappings.tolist() == [[16, 17]]
+    assert step.extra == {"top2_margin": [0.5], "step": 0}
+    assert step.runner == "vLLM 0.33 V2"
+    assert idle.num_reqs == 0
+
+
+@pytest.mark.parametrize("key", sorted(META))
+def test_recordings_whose_header_is_incomplete(tmp_path, key):
+    with pytest.raises(TraceError, match="recording format" if key == "recording_format" else key):
+        load_trace(recording(tmp_path, meta={k: v for k, v in META.items() if k != key}))
+
+
+@pytest.mark.parametrize("part", ["plan", "batch", "sampled"])
+def test_recordings_with_a_missing_field(tmp_path, part):
+    for key in STEP[part]:
+        step = {**STEP, part: {k: v for k, v in STEP[part].items() if k != key}}
+        if key == "top2_margin":  # the only one that a recording may lack
+            load_trace(recording(tmp_path, step))
+            continue
+        with pytest.raises(TraceError, match=f":2: missing field '{key}'"):
+            load_trace(recording(tmp_path, step))
+
+
+def test_recordings_that_are_wrong(tmp_path):
+    with pytest.raises(TraceError, match="cut short"):
+        load_trace(recording(tmp_path, end=False))
+    bad = json.loads(json.dumps(STEP))
+    bad["plan"]["new"][0]["sampling_params"]["temperature"] = -1
+    with pytest.raises(TraceError, match="temperature"):
+        load_trace(recording(tmp_path, bad))
+    with pytest.raises(TraceError, match="broken step"):
+        load_trace(recording(tmp_path, {**STEP, "batch": 5}))
