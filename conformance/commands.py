@@ -74,6 +74,26 @@ def mutants(subparsers: Any) -> None:
     parser.set_defaults(run=_mutants)
 
 
+def demo(subparsers: Any) -> None:
+    """`modelrunner demo`: a real model on two runners, step by step in agreement."""
+    parser = subparsers.add_parser(
+        "demo",
+        help="a real model on the reference and on the Triton runner, compared at every step",
+        description="Answer prompts with a real model on the reference while the Triton runner goes along in lockstep.",
+    )
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="questions (default: two of our own)")
+    parser.add_argument("--model", default="smollm2", help="a checkpoint, or smollm2 (default)")
+    parser.add_argument("--runner", default="gpu", help="the runner that goes along (default: gpu)")
+    parser.add_argument("--against", default="cpu", metavar="ORACLE", help="the runner that answers (default: cpu)")
+    parser.add_argument("--max-tokens", type=int, default=64, help="per answer (default: 64)")
+    parser.add_argument(
+        "--compare-tokens", type=int, metavar="N",
+        help="tokens of each answer for which the runner goes along (default: 8 without a GPU, all with one)",
+    )  # fmt: skip
+    parser.add_argument("--fault", metavar="NAME", help="plant a fault in the runner's source: slot_mapping, …")
+    parser.set_defaults(run=_demo)
+
+
 def _check(args: argparse.Namespace) -> int:
     from conformance.check import run_check
 
@@ -96,3 +116,9 @@ def _mutants(args: argparse.Namespace) -> int:
     from conformance.kill_matrix import run_mutants
 
     return run_mutants(args)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from conformance.demo import run_demo
+
+    return run_demo(args)

@@ -14,12 +14,16 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-import conformance.laws_values  # noqa: F401  (registers its laws)
+# These register their laws; the order of imports is the order in which laws are asked.
+import conformance.laws_inputs
+import conformance.laws_memory
+import conformance.laws_values  # noqa: F401
 from conformance.clauses import Clause, load_clauses
 from conformance.context import Mismatch, RowTracker, StepContext
 from conformance.driver import KINDS, RandomDriver, WorldSize, draw_size
 from conformance.harness import build_runner, factory_of, make_runner
-from conformance.laws import LAWS, Law, rows_follow_the_stack
+from conformance.laws import LAWS, Law
+from conformance.laws_inputs import rows_follow_the_stack
 from conformance.planned_step import PlannedStep
 from conformance.probes import PROBES, Bench
 from conformance.world import PlanWorld
@@ -161,7 +165,11 @@ def _run_world(
         finally:
             judge.run_oracle(step)
             judge.observe(world, step)
-        result.note(judge.laws(step))
+        try:
+            result.note(judge.laws(step))
+        except Exception as e:  # a record that no law can read
+            result.errors.append(EvaluationError(f"{where}, record of step {number}", repr(e), traceback.format_exc()))
+            break
     result.counts += world.counts
     return len(result.errors) == errors
 
@@ -254,7 +262,10 @@ class StepJudge:
         """The candidate's outcome in true batch order; None where a right runner could not have drawn it."""
         if self.record is None or len(self.record.num_sampled) != len(self.record.req_ids):
             return None
-        taken = self.record.tokens()
+        try:
+            taken = self.record.tokens()
+        except (IndexError, TypeError, ValueError):  # a record that cannot be read has no outcome to follow
+            return None
         width = 1 + self.size.config.num_speculative_tokens
         token_ids = np.zeros((len(step.truth.order), width), np.int64)
         num_sampled = np.zeros(len(step.truth.order), np.int32)

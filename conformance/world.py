@@ -68,8 +68,8 @@ class PlanWorld:
         return self.config.max_num_reqs - len(self.running)
 
     @property
-    def free_blocks(self) -> int:
-        return len(self._pool.free)
+    def free_blocks(self) -> frozenset[int]:
+        return frozenset(self._pool.free)
 
     @property
     def pending(self) -> bool:

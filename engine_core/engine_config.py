@@ -20,6 +20,7 @@ from runner_api import (
     KVCacheConfig,
     KVCacheError,
     RunnerConfig,
+    RunnerFactory,
     UnknownNameError,
     group_kv_cache_specs,
 )
@@ -34,7 +35,7 @@ class EngineConfig:
     """Every option of an engine, checked when the parts are built.
 
     model: a path, `smollm2`, an open `Checkpoint`, a `WitnessConfig`, or a model object of the runner.
-    runner: an installed name or `package.module:factory`. executor: how its workers are run.
+    runner: an installed name, `package.module:factory`, or the factory itself. executor: how its workers are run.
     max_model_len: None = as far as the model reaches.
     num_blocks: of the KV cache, the null block included. Else `kv_cache_memory_bytes` worth of blocks. Else as many
         as all rows at full length need, if the free memory allows. The block size is the runner's.
@@ -43,7 +44,7 @@ class EngineConfig:
     """
 
     model: Any
-    runner: str = "cpu"
+    runner: str | RunnerFactory = "cpu"
     executor: str | type[Executor] = "uni"
     max_num_reqs: int = 64
     max_num_batched_tokens: int = 512

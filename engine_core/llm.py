@@ -16,7 +16,7 @@ from engine_core.engine_config import EngineConfig, build_engine, open_model
 from engine_core.executor import Method
 from engine_core.plan_builder import EngineCoreOutput
 from engine_core.tokenizer import IncrementalDecoder, Tokenizer
-from runner_api import EngineError, RunnerInfo, SamplingParams
+from runner_api import EngineError, RunnerFactory, RunnerInfo, SamplingParams
 from runner_api.checkpoint import Checkpoint
 from runner_api.sampling_params import INT64_MIN
 
@@ -103,7 +103,7 @@ class LLM:
     Raises UnknownNameError for an option, runner or layout that does not exist, CheckpointError for a bad model.
     """
 
-    def __init__(self, model: Any, runner: str = "cpu", **options: Any) -> None:
+    def __init__(self, model: Any, runner: str | RunnerFactory = "cpu", **options: Any) -> None:
         self.config = EngineConfig.from_options(model, {"runner": runner, **options})
         facts = open_model(model)
         self.tokenizer: Tokenizer | None = None

@@ -19,6 +19,7 @@ from runner_api import (
     KVCacheSpec,
     ModelRunner,
     RunnerConfig,
+    RunnerFactory,
     RunnerInfo,
     SchedulerOutput,
     load_runner,
@@ -31,9 +32,9 @@ HOST_MEMORY_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """runner: a name or `package.module:factory`; model: whatever the runner's `load_model` takes."""
+    """runner: a name, `package.module:factory`, or the factory itself; model: what the runner's `load_model` takes."""
 
-    runner: str
+    runner: str | RunnerFactory
     model: Any
     runner_config: RunnerConfig = field(default_factory=RunnerConfig)
 

@@ -143,7 +143,7 @@ def paged_attention(
 
     Shapes: query, out: [tp, num_heads, head_size]; caches: [num_blocks, block_size, num_kv_heads, head_size];
     block_table: int32[num_reqs, W]; query_start_loc: int32[num_reqs+1]; seq_lens: int32[num_reqs].
-    max_query_len: an upper bound of the query lengths; queries past it are not computed.
+    max_query_len: an upper bound of the query lengths; queries past it are not computed (the twin refuses them).
     Writes: out whole; tokens that belong to no request get 0.
     """
     num_tokens, num_heads, head_size = query.shape

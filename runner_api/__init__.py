@@ -30,7 +30,7 @@ from runner_api.outputs import (
     ModelRunnerOutput,
 )
 from runner_api.plan import CachedRequestData, ForcedStep, GrammarOutput, NewRequestData, SchedulerOutput
-from runner_api.protocol import Collectives, ModelRunner, ModelState, RunnerInfo, SingleRank
+from runner_api.protocol import Collectives, ModelRunner, ModelState, RunnerFactory, RunnerInfo, SingleRank
 from runner_api.record import INTEGER_FIELDS, StepRecord
 from runner_api.sampling_params import SamplingParams
 from runner_api.stages import StageSet, StageSpec
@@ -48,7 +48,7 @@ __all__ = [
     "ConfigError", "DraftTokenIds", "EngineError", "ForcedStep", "GrammarOutput", "IntermediateTensors",
     "KVCacheConfig", "KVCacheError", "KVCacheGroup", "KVCacheSpec", "KVCacheTensor", "LogprobsLists", "ModelRunner",
     "ModelRunnerOutput", "ModelState", "NewRequestData", "ParallelContext", "PlanError", "PlanValidator",
-    "RunnerConfig", "RunnerError", "RunnerInfo", "SamplingParams", "SamplingParamsError", "SchedulerOutput",
+    "RunnerConfig", "RunnerError", "RunnerFactory", "RunnerInfo", "SamplingParams", "SamplingParamsError", "SchedulerOutput",
     "SingleRank", "StageSet", "StageSpec", "StepRecord", "Trace", "TraceError", "UnknownNameError", "WitnessConfig",
     "WitnessGroup", "group_kv_cache_specs", "load_factory", "load_runner", "load_stages", "load_trace",
     "runner_names", "save_trace",

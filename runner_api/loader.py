@@ -26,8 +26,10 @@ def runner_names() -> dict[str, str]:
     return {e.name: e.value for e in entry_points(group=ENTRY_POINT_GROUP)}
 
 
-def load_factory(name: str) -> RunnerFactory:
-    """The factory behind a name or a `package.module:factory` path."""
+def load_factory(name: str | RunnerFactory) -> RunnerFactory:
+    """The factory behind a name or a `package.module:factory` path; a factory is its own answer."""
+    if not isinstance(name, str):
+        return name
     target = name if ":" in name else runner_names().get(name)
     if target is None:
         raise UnknownNameError("runner", name, runner_names(), field="runner")
@@ -47,14 +49,14 @@ def load_factory(name: str) -> RunnerFactory:
     return found
 
 
-def load_runner(name: str, config: RunnerConfig | None = None) -> ModelRunner:
+def load_runner(name: str | RunnerFactory, config: RunnerConfig | None = None) -> ModelRunner:
     """Build the runner and say once in the log which one it is."""
     runner = load_factory(name)(config or RunnerConfig())
     log.info("%s", runner.describe().line())
     return runner
 
 
-def load_stages(name: str) -> StageSet:
+def load_stages(name: str | RunnerFactory) -> StageSet:
     """The stages of a runner, to be run one at a time."""
     stages = getattr(load_factory(name), "stages", None)
     if stages is None:

@@ -76,7 +76,9 @@ class SamplingParams:
         if self.top_k == -1:
             self._set("top_k", 0)
         if self.greedy:
-            self._set("top_k", 0), self._set("top_p", 1.0), self._set("min_p", 0.0)
+            self._set("top_k", 0)
+            self._set("top_p", 1.0)
+            self._set("min_p", 0.0)
 
     def _check(self) -> None:
         integer("n", self.n, 1, 1 if self.greedy else MAX_N)
@@ -145,13 +147,14 @@ def items(name: str, value: Any, kind: type) -> tuple[Any, ...]:
 
 def number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
     """Refuse what is not a finite real number in [low, high] (or (low, high] with `open_low`)."""
-    ok = isinstance(value, numbers.Real) and not isinstance(value, bool) and low <= value <= high
-    if not ok or value == math.inf or (open_low and value == low):
+    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_real or not low <= value <= high or value == math.inf or (open_low and value == low):
         bracket = "(" if open_low else "["
         raise SamplingParamsError("out of range", field=name, got=value, expected=f"a number in {bracket}{low}, {high}]")
 
 
 def integer(name: str, value: Any, low: int, high: int) -> None:
     """Refuse what is not an integer in [low, high]."""
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not low <= value <= high:
+    is_integral = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_integral or not low <= value <= high:
         raise SamplingParamsError("out of range", field=name, got=value, expected=f"an integer in [{low}, {high}]")

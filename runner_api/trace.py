@@ -93,7 +93,7 @@ def _decode(value: Any) -> Any:
         return tuple(_decode(v) for v in value["items"])
     if kind == "map":
         return {k if not isinstance(k, list) else tuple(k): _decode(v) for k, v in value["items"]}
-    cls = _TYPES[kind]
+    cls = _TYPES[str(kind)]
     fields = {k: _decode(v) for k, v in value.items() if k != "$"}
     if cls is BatchDescriptor:
         fields["cg_mode"] = CUDAGraphMode[fields["cg_mode"]]

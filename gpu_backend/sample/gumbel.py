@@ -42,7 +42,7 @@ def tile_scores(
 
 
 @entry
-@triton.jit(do_not_specialize=["num_logits", "vocab_size"])
+@triton.jit(do_not_specialize=["num_logits"])
 def _gumbel_scores_kernel(
     expanded_idx_mapping,
     positions,
@@ -102,7 +102,7 @@ def _first_best_kernel(best_scores, best_tokens, num_tiles, sampled, TILES: tl.c
 
 
 @entry
-@triton.jit(do_not_specialize=["num_logits", "vocab_size"])
+@triton.jit(do_not_specialize=["num_logits"])
 def _gumbel_sample_kernel(
     expanded_idx_mapping,
     positions,

@@ -128,7 +128,7 @@ def tile_words(row, token, seeds, positions, num_rows, SCHEME: tl.constexpr):
 
 
 @entry
-@triton.jit(do_not_specialize=["num_rows", "vocab_size"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _noise_words_kernel(
     seeds,
     positions,
@@ -176,7 +176,7 @@ def uniforms(words: torch.Tensor, scheme: str) -> torch.Tensor:
 
 
 @entry
-@triton.jit(do_not_specialize=["num_rows", "vocab_size"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _gumbel_noise_kernel(
     seeds,
     positions,

@@ -9,7 +9,7 @@ from gpu_backend.triton_support import entry, launch, tl, triton
 
 
 @entry
-@triton.jit(do_not_specialize=["num_logits", "vocab_size"])
+@triton.jit(do_not_specialize=["num_logits"])
 def _apply_temperature_kernel(
     expanded_idx_mapping,
     temperature,

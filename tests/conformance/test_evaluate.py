@@ -161,3 +161,10 @@ class Forgetful(CpuModelRunner):
 
 def test_a_refusal_that_changes_the_state_is_noticed() -> None:
     assert "MR-ERR-001" in evaluate(Forgetful, seeds=(0,), steps=20).failed
+
+
+def test_a_record_that_no_law_can_read_is_an_error_of_that_step() -> None:
+    unreadable = record_with(lambda record: {"idx_mapping": None})
+    found = evaluate(unreadable, seeds=(0,), steps=20)
+    assert not found.passed
+    assert any("record of step" in e.where for e in found.errors)

@@ -58,7 +58,7 @@ def drive(kind: str, seed: int, steps: int) -> Counter[str]:
             tokens = {r: taken[:n] for r, taken, n in rows}
         world.observe(tokens, step.drafts_held())
         owned = [b for r in world.running.values() for g, ids in enumerate(r.blocks) for b in ids[r.evicted[g] :]]
-        assert not set(owned) & set(world._pool.free), "a block is free and held"
+        assert not set(owned) & world.free_blocks, "a block is free and held"
         assert NULL_BLOCK_ID not in owned
     return world.counts
 
@@ -82,7 +82,7 @@ def test_an_action_that_is_not_possible_changes_nothing() -> None:
     assert not world.schedule("a", 1), "it is in the plan already"
     assert not world.preempt("a")
     assert not world.resume("a", 1)
-    assert world.free_blocks == 1
+    assert len(world.free_blocks) == 1
     step = world.close()
     assert list(step.plan.num_scheduled_tokens) == ["a"]
     assert world.counts["exhausted"] == 1
@@ -124,7 +124,7 @@ def test_blocks_behind_the_window_are_given_back() -> None:
     take_one_token(world)
     request = world.running["a"]
     assert request.evicted == [0, 2], "positions 0 .. 9 of 14 are out of reach"
-    assert set(request.blocks[1][:2]) <= set(world._pool.free)
+    assert set(request.blocks[1][:2]) <= world.free_blocks
 
 
 def test_a_resumed_request_knows_its_outputs() -> None:

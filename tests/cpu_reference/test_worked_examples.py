@@ -104,6 +104,7 @@ def test_batch_order():
     drafts = {"C": [-1] * 3, "D": [-1] * 2}
     assert sort_batch_req_ids(counts, drafts, 4) == ["C", "D", "B", "A", "E"]
     assert sort_batch_req_ids({"A": 1, "B": 1}, {"B": []}, 1) == ["A", "B"]  # an empty list is no draft
+    assert sort_batch_req_ids({"B": 1, "C": 7, "A": 1, "D": 7}, {}, 1) == ["B", "A", "C", "D"]  # ties: plan's order
 
 
 def test_token_table_size():

@@ -294,6 +294,25 @@ def test_blocks_behind_a_window_are_released():
     assert manager.pool.num_free == 5
 
 
+def test_blocks_behind_a_window_pay_for_the_next_ones():
+    manager = KVCacheManager(config(3, WitnessGroup(4, sliding_window=5)), 64)
+    a = request("a", list(range(24)))
+    for _ in range(6):  # two usable blocks carry any length
+        assert manager.allocate_slots(a, 4) is not None
+        a.num_computed_tokens += 4
+        manager.check_conservation()
+
+
+def test_the_end_of_a_freed_request_is_evicted_before_its_start():
+    manager = KVCacheManager(config(4), 64)
+    a = request("a", list(range(12)))
+    manager.allocate_slots(a, 12)
+    manager.free(a)
+    for left in (8, 4, 0):
+        manager.pool.allocate(1)
+        assert manager.get_computed_blocks(request("b", [*range(12), 99]))[1] == left
+
+
 def test_prefix_caching_is_refused_where_it_would_be_wrong():
     window = config(8, WitnessGroup(4, sliding_window=6))
     two = config(8, WitnessGroup(4), WitnessGroup(8))

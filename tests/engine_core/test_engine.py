@@ -39,6 +39,13 @@ def test_asynchronous_steps_overlap(depth):
     assert [o.req_id for o in engine.step()] == ["a", "b"]
     got = run_to_end(engine)
     assert got["a"] == expected([1, 2], 0, 6, runner.model, 48)[1:]
+    # Plans count tokens under way as outputs: the one sampled at position p - 1 is fed back at p.
+    for plan in runner.plans:
+        cached = plan.scheduled_cached_reqs
+        for req_id, computed, outputs in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True
+        ):
+            assert outputs == computed - {"a": 2, "b": 1}[req_id] + 1
     # A request whose tokens under way reach its limit is not scheduled once more.
     assert sum("b" in p.num_scheduled_tokens for p in runner.plans) == 3
 
@@ -51,6 +58,18 @@ def test_asynchronous_stop_ignores_the_step_under_way():
     got = run_to_end(engine)["a"]
     assert got == want[: want.index(want[2]) + 1]
     assert sum("a" in p.num_scheduled_tokens for p in runner.plans) == len(got) + 1
+
+
+def test_steps_under_way_are_waited_for():
+    engine, runner = build_engine(async_scheduling=True)
+    engine.add_request("a", [1, 2], params())
+    assert engine.step() == []
+    engine.abort("a")
+    assert engine.step() == []  # the first step's tokens come too late
+    assert runner.plans[-1].finished_req_ids == {"a"}
+    assert engine.has_requests  # the plan that said so is unanswered
+    assert engine.step() == []
+    assert not engine.has_requests
 
 
 def test_asynchronous_needs_the_capability(monkeypatch):

@@ -133,7 +133,10 @@ def test_a_refused_plan_says_who_refused_and_changes_nothing():
         executor.execute_model(bad)
     assert caught.value.__notes__ == ["raised on rank 0 in execute_model"]
     executor.check_health()
-    assert executor.execute_model(plan()) is None
+    good = plan()
+    assert executor.execute_model(good) is None
+    assert executor.worker.runner.plans == [good]
+    assert executor.worker.runner.plans[0] is not good
 
 
 @pytest.mark.parametrize("where", ["bad", "late"])

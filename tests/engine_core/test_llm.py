@@ -5,7 +5,8 @@ import importlib.util
 import pytest
 
 from engine_core.engine_config import EngineConfig
-from engine_core.llm import LLM, _nth_seed
+from engine_core.llm import LLM, RequestOutput, _nth_seed, _Stream
+from engine_core.plan_builder import EngineCoreOutput
 from runner_api import (
     CapabilityError,
     CheckpointError,
@@ -147,6 +148,12 @@ def test_text_and_stop_strings(chars):
         assert out.text == full.text[:first]
         assert out.token_ids == full.token_ids[: first + length]
         assert (out.finish_reason, out.stop_reason) == ("stop", stop)
+    pair = full.text[5:7]
+    assert full.text.index(pair) == 5
+    assert full.text.index(pair[1]) == 6
+    for stops in ((pair, pair[1]), (pair[1], pair)):  # both complete at the same character: the earlier start counts
+        out = chars.generate("AB", SamplingParams(max_tokens=12, temperature=0.0, stop=stops))[0]
+        assert (out.text, out.stop_reason) == (full.text[:5], pair)
     last = full.text[-2:]
     out = chars.generate("AB", SamplingParams(max_tokens=12, temperature=0.0, stop=last))[0]
     assert (out.finish_reason, out.stop_reason) == ("stop", last)
@@ -155,6 +162,21 @@ def test_text_and_stop_strings(chars):
     assert (out.stop_reason, out.token_ids[-1]) == (token, token)
     assert out.text == full.text[: len(out.token_ids) - 1]
     assert not chars.engine.has_requests
+
+
+def test_stop_strings_wait_for_min_tokens():
+    stream = _Stream(RequestOutput(None, []), SamplingParams(stop="A", min_tokens=2), CharTokenizer())
+    assert not stream.take(EngineCoreOutput("a", (1,)))
+    assert not stream.take(EngineCoreOutput("a", (2,)))
+    assert stream.take(EngineCoreOutput("a", (1,)))
+    assert (stream.output.text, stream.output.finish_reason) == ("AB", "stop")
+
+
+def test_several_tokens_at_once_end_at_the_stop_string():
+    stream = _Stream(RequestOutput(None, []), SamplingParams(stop="BC"), CharTokenizer())
+    assert stream.take(EngineCoreOutput("a", (1, 2, 3, 4, 5), "length"))
+    out = stream.output
+    assert (out.text, out.token_ids, out.finish_reason, out.stop_reason) == ("A", [1, 2, 3], "stop", "BC")
 
 
 def test_chat(chars):
@@ -245,11 +267,11 @@ def test_config_from_options_lists_near_names():
 
 
 @needs_smollm2
+@pytest.mark.slow
 def test_a_real_model_answers():
     with LLM("smollm2", max_model_len=128, max_num_reqs=4, num_blocks=40) as llm:
-        outputs = llm.generate(
-            ["What is the capital of France?", "Say: yes"], SamplingParams(temperature=0.0, max_tokens=12), chat=True
-        )
-    assert outputs[0].text == "The capital of France is Paris."
-    assert (outputs[0].finish_reason, outputs[0].stop_reason) == ("stop", None)
-    assert outputs[0].token_ids[-1] == 2
+        params = SamplingParams(temperature=0.0, max_tokens=12)
+        (out,) = llm.generate("What is the capital of France?", params, chat=True)
+    assert out.text == "The capital of France is Paris."
+    assert (out.finish_reason, out.stop_reason) == ("stop", None)
+    assert out.token_ids[-1] == 2

@@ -218,8 +218,8 @@ def test_a_preempted_request_goes_before_those_who_wait():
 
 
 def test_a_plan_that_preempts_admits_nobody():
-    # a and b fill the pool, c waits and would fit into what b gives back.
-    engine, runner = build_engine(num_blocks=5, prefix_caching=False, max_num_batched_tokens=30)
+    # b gives its blocks back; its own first chunk, or c, would fit into what a leaves of them.
+    engine, runner = build_engine(num_blocks=5, prefix_caching=False, max_num_batched_tokens=3)
     engine.add_request("a", [1] * 8, greedy(5))
     engine.add_request("b", [2] * 8, greedy(5))
     engine.add_request("c", [3], greedy(2))
