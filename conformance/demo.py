@@ -8,7 +8,6 @@ wrong expression in the Triton runner's source, to show that it is found.
 from __future__ import annotations
 
 import argparse
-import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -23,6 +22,7 @@ from runner_api import (
     SamplingParams,
     StepRecord,
     UnknownNameError,
+    WitnessConfig,
     load_runner,
 )
 
@@ -56,8 +56,11 @@ FAULTS = {
 }  # fmt: skip
 
 
+WITNESS_PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2], [2, 7, 1, 8])
+
+
 def run_demo(args: argparse.Namespace) -> int:
-    """Answer the prompts, compare, and end on a verdict. Exit code 0 agree, 1 diverge."""
+    """Two models, each on both runners; ends on a verdict. Exit code 0 agree, 1 diverge."""
     with ExitStack() as stack:
         factory: str | RunnerFactory = args.runner
         if args.fault:
@@ -65,59 +68,84 @@ def run_demo(args: argparse.Namespace) -> int:
                 raise UnknownNameError("fault", args.fault, FAULTS, field="--fault")
             fault = FAULTS[args.fault]
             factory = stack.enter_context(mutated(args.runner, fault.path, fault.old, fault.new)).factory
-            print(f"planted in {args.runner}: {fault.path}: {fault.story}")
-        return _answer(args, factory)
-
-
-def _answer(args: argparse.Namespace, factory: str | RunnerFactory) -> int:
-    pair: list[PairedRunner] = []
-
-    def build(config: RunnerConfig) -> ModelRunner:
-        config = replace(config, record=frozenset({"logits"}))
-        candidate, oracle = load_runner(factory, config), load_runner(args.against, config)
-        for runner in (oracle, candidate):
-            print(runner.describe().line())
-        on_gpu = candidate.describe().device.startswith("cuda")
-        most = args.compare_tokens or (None if on_gpu else TOKENS_WITHOUT_GPU)
-        pair.append(
-            PairedRunner(candidate, oracle, policy=TokenPolicy(exact=False), most_tokens=most, observer=_print_step)
-        )
-        return pair[0]
-
-    params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
-    prompts = args.prompts or list(PROMPTS)
-    with LLM(args.model, build, max_num_reqs=8, max_model_len=1024, enable_prefix_caching=False) as llm:
+            print(f"planted in {args.runner}, {fault.path}: {fault.story}")
+        demo = _Demo(args, factory)
         try:
-            outputs = llm.generate(prompts, params, chat=True)
+            demo.witness()
+            demo.real_model()
         except Diverged as e:
             print(f"\nfirst divergence at {e.divergence}\n")
-            print(pair[0].lockstep.result.line())
-            return 1
-        print()
+        return demo.verdict()
+
+
+class _Demo:
+    """The pairs that ran, and what was compared in all."""
+
+    def __init__(self, args: argparse.Namespace, factory: str | RunnerFactory) -> None:
+        self.args = args
+        self.factory = factory
+        self.pairs: list[PairedRunner] = []
+
+    def witness(self) -> None:
+        """A model of integers whose tokens show every index; with random draws, since its logits are exact."""
+        print("\nthe witness model: integers only, so every token must be the same")
+        params = [SamplingParams(temperature=t, seed=7, max_tokens=6) for t in (0.0, 0.8)]
+        build = self._build(TokenPolicy(exact=True), None)
+        with LLM(WitnessConfig(), build, max_num_reqs=8, max_model_len=64, max_num_batched_tokens=16) as llm:
+            llm.generate(list(WITNESS_PROMPTS), params)
+
+    def real_model(self) -> None:
+        print(f"\n{self.args.model}: floats, so a token may differ where rounding explains it")
+        params = SamplingParams(temperature=0.0, max_tokens=self.args.max_tokens)
+        prompts = self.args.prompts or list(PROMPTS)
+        build = self._build(TokenPolicy(exact=False), self.args.compare_tokens)
+        with LLM(self.args.model, build, max_num_reqs=8, max_model_len=1024, enable_prefix_caching=False) as llm:
+            outputs = llm.generate(prompts, params, chat=True)
         for prompt, output in zip(prompts, outputs, strict=True):
-            print(f"> {prompt}\n{output.text.strip()}\n")
-        return _verdict(pair[0])
+            print(f"\n> {prompt}\n{output.text.strip()}")
+        print()
+
+    def _build(self, policy: TokenPolicy, most_tokens: int | None) -> RunnerFactory:
+        def build(config: RunnerConfig) -> ModelRunner:
+            config = replace(config, record=frozenset({"logits"}))
+            candidate, oracle = load_runner(self.factory, config), load_runner(self.args.against, config)
+            info = candidate.describe()
+            if not self.pairs:
+                print(oracle.describe().line(), info.line(), sep="\n")
+            most = most_tokens
+            if most is None and not policy.exact and not info.device.startswith("cuda"):
+                most = TOKENS_WITHOUT_GPU
+                print(f"kernels are interpreted here, so {info.name} goes along for {most} tokens of each answer")
+            pair = PairedRunner(candidate, oracle, policy=policy, most_tokens=most, observer=_print_step)
+            self.pairs.append(pair)
+            return pair
+
+        return build
+
+    def verdict(self) -> int:
+        """Print what each kernel was launched for, then the verdict; a kernel that never ran was not compared."""
+        total = LockstepResult()
+        for pair in self.pairs:
+            result = pair.lockstep.finish()
+            for name in ("steps", "fields", "elements", "tokens", "near_ties"):
+                setattr(total, name, getattr(total, name) + getattr(result, name))
+            total.first = total.first or result.first
+        launches = getattr(self.pairs[-1].candidate, "kernel_launches", dict)()
+        for name, count in sorted(launches.items()):
+            print(f"launches of {name.strip('_'):45} {count:6}")
+        idle = [name for name, count in launches.items() if count == 0]
+        if idle and total.first is None:
+            print(f"verdict: {DIVERGE} never launched, so not compared: {', '.join(sorted(idle))}")
+            return 1
+        print(total.line())
+        return 0 if total.verdict == AGREE else 1
 
 
 def _print_step(number: int, record: StepRecord, seconds: float, result: LockstepResult) -> None:
     tokens = sum(len(t) for t in record.tokens().values())
+    error = f"  largest logit error {result.largest_logit_error:.1e}" if result.largest_logit_error else ""
     print(
-        f"step {number:3}  requests {record.num_reqs}  tokens in {record.num_tokens:3}  out {tokens}  "
-        f"elements equal so far {result.elements:6}  largest logit error {result.largest_logit_error:.1e}  "
-        f"{seconds:.2f} s",
+        f"step {number:3}: {record.num_reqs} requests, {record.num_tokens:3} tokens in, {tokens} out; "
+        f"{result.elements:6} elements equal so far{error}  ({seconds:.2f} s)",
         flush=True,
     )
-
-
-def _verdict(pair: PairedRunner) -> int:
-    """Print what each kernel was launched for, then the verdict; a kernel that never ran was not compared."""
-    result = pair.lockstep.finish()
-    launches = getattr(pair.candidate, "kernel_launches", dict)()
-    idle = sorted(name for name, count in launches.items() if count == 0)
-    if launches:
-        print("launches: " + "  ".join(f"{name} {count}" for name, count in sorted(launches.items())))
-    if idle:
-        print(f"never launched, so not compared: {', '.join(idle)}", file=sys.stderr)
-    verdict = DIVERGE if idle else result.verdict
-    print(result.line().replace(f"verdict: {result.verdict}", f"verdict: {verdict}"))
-    return 0 if verdict == AGREE else 1

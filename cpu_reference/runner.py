@@ -54,7 +54,7 @@ from runner_api import (
     SchedulerOutput,
     StepRecord,
 )
-from runner_api.step_validation import check_descriptor, check_forced, check_kv_cache_config
+from runner_api.step_validation import check_descriptor, check_forced, check_kv_cache_config, check_model_reach
 
 CAPABILITIES = frozenset(
     {
@@ -109,7 +109,9 @@ class CpuModelRunner:
     # -- start-up ---------------------------------------------------------------------------------------------
 
     def load_model(self, model: Any) -> None:
-        self._model = build_model(model, self.config.dtype)
+        built = build_model(model, self.config.dtype)
+        check_model_reach(self.config, getattr(built, "max_position_embeddings", None))
+        self._model = built
 
     def get_kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         if self._model is None:

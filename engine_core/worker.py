@@ -66,8 +66,9 @@ class Worker:
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache: the runner's own measure if it has one, else a share of free host memory."""
         measure = getattr(self.runner, "determine_available_memory", None)
-        if measure is not None:
-            return int(measure())
+        measured = None if measure is None else measure()
+        if measured is not None:
+            return int(measured)
         return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * HOST_MEMORY_SHARE)
 
     def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:

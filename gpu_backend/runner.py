@@ -59,7 +59,7 @@ from runner_api import (
     SchedulerOutput,
     StepRecord,
 )
-from runner_api.step_validation import check_descriptor, check_forced, check_kv_cache_config
+from runner_api.step_validation import check_descriptor, check_forced, check_kv_cache_config, check_model_reach
 
 CAPABILITIES = frozenset(
     {
@@ -71,6 +71,9 @@ CAPABILITIES = frozenset(
 )  # fmt: skip
 # Triton's interpreter rounds bfloat16 wrongly, and torch on the CPU adds float16 in another order than a GPU.
 COMPILED_CAPABILITIES = CAPABILITIES | {Capability.FLOAT16, Capability.BFLOAT16}
+
+# Of the GPU memory that is free once the weights are loaded; the rest is for activations.
+GPU_MEMORY_SHARE = 0.85
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -154,7 +157,16 @@ class GpuModelRunner:
 
     @on_device
     def load_model(self, model: Any) -> None:
-        self._model = build_model(model, self.config.dtype, self.device)
+        built = build_model(model, self.config.dtype, self.device)
+        check_model_reach(self.config, getattr(built, "max_position_embeddings", None))
+        self._model = built
+
+    def determine_available_memory(self) -> int | None:
+        """Bytes that a KV cache may take: most of what the GPU has free. None in the interpreter: the host's matter."""
+        if self.device.type != "cuda":
+            return None
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return int(free * GPU_MEMORY_SHARE)
 
     def get_kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         if self._model is None:

@@ -30,6 +30,7 @@ WIDEST_TILE = 65536 if INTERPRETED else 1024
 
 # Launches of every entry kernel in this process, by kernel name; a kernel that was never launched is listed with 0.
 KERNEL_LAUNCHES: dict[str, int] = {}
+PROBE_LAUNCHES: dict[str, int] = {}
 
 K = TypeVar("K")
 
@@ -40,11 +41,18 @@ def entry(kernel: K) -> K:
     return kernel
 
 
+def probe(kernel: K) -> K:
+    """Decorate a kernel that no step launches: it exists so that its parts can be looked at. Counted apart."""
+    PROBE_LAUNCHES.setdefault(kernel.__name__, 0)  # type: ignore[attr-defined]
+    return kernel
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Launch an entry kernel over `grid` and count it. An empty grid launches nothing."""
     if 0 in grid:
         return
-    KERNEL_LAUNCHES[kernel.__name__] += 1
+    counts = PROBE_LAUNCHES if kernel.__name__ in PROBE_LAUNCHES else KERNEL_LAUNCHES
+    counts[kernel.__name__] += 1
     kernel[grid](*args, **constants)
 
 

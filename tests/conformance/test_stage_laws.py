@@ -11,7 +11,8 @@ import pytest
 
 from conformance.clauses import load_clauses
 from conformance.probes import MODEL, Bench
-from conformance.stage_laws import check_stages, draw_cases, stages_alone
+from conformance.stage_cases import draw_cases
+from conformance.stage_laws import check_stages, stages_alone
 from runner_api import Capability, StageSet, load_stages
 
 STAGE_CLAUSES = {c for c in load_clauses() if c.startswith("MR-STAGE-")}
