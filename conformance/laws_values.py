@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from conformance.context import MOST_MISMATCHES, Mismatch, StepContext
 from conformance.laws import Found, law
+from conformance.planned_step import WorldRequest
 from conformance.truth import witness_logits
 from runner_api import SamplingParams
 
 # Rounding of a float32 softmax that may move a token across a top-p or min-p bound.
 SLACK = 1e-5
 LOGPROB_TOLERANCE = 1e-4
-GREEDY = SamplingParams(temperature=0.0)
 
 
 # -- KV contents ----------------------------------------------------------------------------------------------
@@ -62,10 +64,11 @@ def _stored(c: StepContext, clause_id: str) -> Found:
     return [m for m in found if m.clause_id == clause_id][:MOST_MISMATCHES]
 
 
-def _stored_clause(position: int, request: object) -> str:
-    if position in request.copied:  # type: ignore[attr-defined]
+def _stored_clause(position: int, request: WorldRequest) -> str:
+    """Which clause answers for a position: copied, shared, or computed by the request itself."""
+    if position in request.copied:
         return "MR-KV-006"
-    return "MR-KV-007" if position < request.shared_until else "MR-KV-005"  # type: ignore[attr-defined]
+    return "MR-KV-007" if position < request.shared_until else "MR-KV-005"
 
 
 # -- attention ------------------------------------------------------------------------------------------------
@@ -166,11 +169,11 @@ def _draws(c: StepContext) -> np.ndarray:
     return c.record.token_ids[c.logit_owner, local]
 
 
-def _rows_with(c: StepContext, chosen: object) -> np.ndarray:
+def _rows_with(c: StepContext, chosen: Callable[[SamplingParams], bool]) -> np.ndarray:
     """Logits rows of the requests whose parameters are chosen; empty without logits of the right shape."""
     if c.record.logits is None or len(c.record.logits) != len(c.logit_owner):
         return np.zeros(0, np.int64)
-    mine = np.array([chosen(m.request.params) for m in c.members])  # type: ignore[operator]
+    mine = np.array([chosen(m.request.params) for m in c.members])
     drawn = _draws(c)
     inside = (drawn >= 0) & (drawn < c.record.logits.shape[1])
     return np.flatnonzero(mine[c.logit_owner] & inside)

@@ -1,4 +1,4 @@
-"""Random calls of single stages: a legal mixed batch, garbage in every output, and which clause speaks of which element.
+"""Random calls of single stages: a legal mixed batch, garbage in each output, and which clause judges which element.
 
 The inputs of later stages are made here from the same batch, never by running earlier stages, so that one wrong stage
 is one finding. `conformance.stage_laws` runs the cases.
@@ -48,7 +48,7 @@ def draw_cases(random: np.random.Generator, oracle: StageSet) -> Iterator[StageC
 
 
 class _Batch:
-    """A random mixed batch: N rows, R requests (one of them empty), K drafts, T tokens, M tokens of a request."""
+    """A random mixed batch: N rows, R requests, K drafts, T tokens, M tokens of a request."""
 
     def __init__(self, random: np.random.Generator) -> None:
         self.random = random

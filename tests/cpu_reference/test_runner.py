@@ -138,6 +138,32 @@ def test_a_plan_without_tokens_changes_state_only():
     assert runner.req_states.free_rows == [0, 1, 2, 3]
 
 
+def test_finishing_an_unknown_request_changes_nothing():
+    runner = small()
+    runner.execute_model(make_plan({}, [new("a", [1, 2, 3], ([1], [1]))]))
+    before = runner.state_digest()
+    runner.execute_model(make_plan({}, finished_req_ids=frozenset("xy"), preempted_req_ids=frozenset("z")))
+    assert runner.state_digest() == before
+    assert sorted(runner.req_states.free_rows) == [0, 1, 2]
+
+
+def test_rows_and_live_requests_share_the_table():
+    """Free rows and live rows are a partition of all rows; both maps are each other's inverse; no row ever moves."""
+    driver = Driver(small())
+    states, rng, seen = driver.runner.req_states, np.random.default_rng(0), {}
+    for step in range(40):
+        live = sorted(driver.blocks)
+        if len(live) == 4 or (live and rng.random() < 0.4):
+            driver.remove(live[rng.integers(len(live))], preempt=bool(rng.integers(2)))
+        driver.add(f"r{step}", [step, 1])
+        driver.step({f"r{step}": 2})
+        assert sorted([*states.free_rows, *states.row_to_req_id]) == [0, 1, 2, 3]
+        assert {row: r for r, row in states.req_id_to_row.items()} == states.row_to_req_id
+        assert states.req_id_to_row.keys() == driver.blocks.keys()
+        for req_id, row in states.req_id_to_row.items():
+            assert seen.setdefault(req_id, row) == row
+
+
 def test_an_unfinished_prompt_samples_nothing():
     runner = small()
     runner.execute_model(make_plan({"a": 2}, [new("a", [1, 2, 3], ([1], [1]))]))
