@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from conformance.clauses import Clause, clause, load_clauses
+from conformance.dense import DenseLlama, DenseLogits
 from conformance.driver import KINDS, RandomDriver, draw_size
 from conformance.evaluate import Evaluation, can_run, evaluate
 from conformance.harness import build_runner, factory_of, make_runner
@@ -47,7 +49,8 @@ def run_check(args: argparse.Namespace) -> int:
         _add_clauses(report, evaluation)
         results = [("witness", lockstep_on_worlds(runner, oracle, args.steps, args.seed))]
         if args.model:
-            results.append((args.model, lockstep_on_model(runner, oracle, args.model, args.steps, args.seed)))
+            result = lockstep_on_model(runner, oracle, args.model, args.steps, args.seed, args.dtype)
+            results.append((f"{args.model} ({args.dtype})", result))
         report["lockstep"] = [_lockstep_entry(name, result) for name, result in results]
         agreed = evaluation.passed and all(result.verdict == AGREE for _, result in results)
     else:
@@ -103,18 +106,31 @@ def lockstep_on_worlds(
 
 
 def lockstep_on_model(
-    runner: RunnerFactory, oracle: RunnerFactory, model: str, steps: int, seed: int
+    runner: RunnerFactory, oracle: RunnerFactory, model: str, steps: int, seed: int, dtype: str = "float32"
 ) -> LockstepResult:
-    """One world on a real model, with token prompts drawn from its vocabulary; tokens under certified near ties."""
+    """One world on a real model, with token prompts drawn from its vocabulary; tokens under certified near ties.
+
+    The oracle computes in float32, or float64 for a float64 candidate. For half-precision candidates the logit error
+    is bounded by that of an independent dense run in the same format (conformance/dense.py).
+    """
     from runner_api.checkpoint import load_checkpoint, resolve_model
 
     checkpoint = load_checkpoint(resolve_model(model))
-    config = RunnerConfig(**MODEL_CONFIG, record=frozenset({"logits"}))
+    config = RunnerConfig(**MODEL_CONFIG, record=frozenset({"logits"}), dtype=dtype)
+    policy = TokenPolicy(exact=False)
+    half = dtype in ("float16", "bfloat16")
+    if half:
+        policy = TokenPolicy(exact=False, dense_logits=DenseLogits(DenseLlama(checkpoint, dtype)))
     candidate, cache = build_runner(runner, checkpoint, config, MODEL_BLOCKS)
-    reference, _ = build_runner(oracle, checkpoint, config, MODEL_BLOCKS)
+    reference, _ = build_runner(
+        oracle, checkpoint, replace(config, dtype="float32" if half else dtype), MODEL_BLOCKS
+    )
     world = PlanWorld(config, cache, checkpoint.config.vocab_size)
-    driver = RandomDriver(seed, candidate.describe().capabilities, max_prompt=MODEL_PROMPT)
-    lockstep = Lockstep(candidate, reference, TokenPolicy(exact=False))
+    offered = candidate.describe().capabilities
+    if half:
+        offered -= {Capability.DRAFT_LAYOUT}  # the dense run follows one token a step
+    driver = RandomDriver(seed, offered, max_prompt=MODEL_PROMPT)
+    lockstep = Lockstep(candidate, reference, policy)
     _drive(lockstep, world, driver, steps)
     return lockstep.result
 

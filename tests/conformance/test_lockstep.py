@@ -205,7 +205,7 @@ def test_tables_show_padding_groups_and_empty_steps() -> None:
     assert "(no request is scheduled)" in batch_table(runner.last_step())
 
 
-def test_worlds_are_the_same_for_both_seeds_of_a_driver() -> None:
+def test_a_driver_repeats_its_plans() -> None:
     plans = []
     for _ in range(2):
         size = draw_size("plain", np.random.default_rng(5))

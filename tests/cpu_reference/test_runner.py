@@ -27,6 +27,7 @@ from runner_api import (
     KVCacheGroup,
     KVCacheSpec,
     ModelRunner,
+    NewRequestData,
     PlanError,
     RunnerConfig,
     SamplingParams,
@@ -120,6 +121,32 @@ def test_output_may_be_taken_late_and_twice():
     expected = [{"a": (first,)}, {"a": (witness_token([1, 2, first]),)}, {"b": (witness_token([9, 9]),)}]
     for _ in range(2):
         assert [o.get_output().tokens() for o in outputs] == expected
+
+
+def test_the_counts_of_an_old_output_are_its_own():
+    """A step that samples nothing, then one that does, then the other way round: each output keeps its count."""
+    runner = small()
+    runner.execute_model(make_plan({"a": 2}, [new("a", [1, 2, 3], ([1], [1]))]))
+    unfinished = runner.sample_tokens()
+    runner.execute_model(make_plan({"a": 1}, (), {"a": (2, None)}))
+    finished = runner.sample_tokens()
+    runner.execute_model(make_plan({"b": 1}, [new("b", [1, 2], ([2], [2]))]))
+    runner.sample_tokens()
+    assert unfinished.get_output().tokens() == {"a": ()}
+    assert finished.get_output().tokens() == {"a": (witness_token([1, 2, 3]),)}
+
+
+def test_a_plan_is_read_during_execute_model_only():
+    """The engine may reuse its lists at once."""
+    runner, prompt, blocks = small(), [1, 2, 3], ([1], [1])
+    plan = make_plan({"a": 3}, [NewRequestData("a", prompt, prompt, 0, blocks)])
+    runner.execute_model(plan)
+    for used in (prompt, *blocks, plan.scheduled_new_reqs, plan.num_scheduled_tokens):
+        used.clear()
+    first = witness_token([1, 2, 3])
+    assert runner.sample_tokens().get_output().tokens() == {"a": (first,)}
+    runner.execute_model(make_plan({"a": 1}, (), {"a": (3, ([], [2]))}))
+    assert runner.sample_tokens().get_output().tokens() == {"a": (witness_token([1, 2, 3, first]),)}
 
 
 def test_a_plan_without_tokens_changes_state_only():

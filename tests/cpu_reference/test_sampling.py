@@ -377,7 +377,7 @@ def test_a_row_forgets_its_last_owner():
     assert got == [1.0, 8, 1.0, 0.0, 0, -1]
 
 
-@pytest.mark.parametrize(("top_k", "stored"), [(0, 8), (-1, 8), (3, 3), (8, 8), (100, 8), (2**40, 8)])
+@pytest.mark.parametrize(("top_k", "stored"), [(0, 8), (-1, 8), (1, 1), (3, 3), (8, 8), (100, 8), (2**40, 8)])
 def test_top_k_is_stored_as_a_count(top_k, stored):
     sampler = Sampler(1, 8, "murmur3")
     sampler.add_request(0, SamplingParams(top_k=top_k), 0)
