@@ -33,7 +33,9 @@ PROMPT = 128
 
 def measure(runner_name: str, model: str, batch: int, steps: int) -> dict[str, float]:
     """Median seconds of one prefill step (one request of 128 tokens) and of one decode step of the whole batch."""
-    runner = load_runner(runner_name, RunnerConfig(max_num_reqs=batch, max_num_batched_tokens=PROMPT, max_model_len=512))
+    runner = load_runner(
+        runner_name, RunnerConfig(max_num_reqs=batch, max_num_batched_tokens=PROMPT, max_model_len=512)
+    )
     runner.load_model(resolve_model(model))
     specs = runner.get_kv_cache_specs()
     blocks_per_request = 16
@@ -46,7 +48,10 @@ def measure(runner_name: str, model: str, batch: int, steps: int) -> dict[str, f
         tokens = rng.integers(0, vocab, PROMPT).tolist()
         new = NewRequestData(f"r{i}", tokens, tokens, 0, (blocks,), SamplingParams(temperature=0.0))
         prefill.append(
-            step(runner, SchedulerOutput([new], num_scheduled_tokens={f"r{i}": PROMPT}, total_num_scheduled_tokens=PROMPT))
+            step(
+                runner,
+                SchedulerOutput([new], num_scheduled_tokens={f"r{i}": PROMPT}, total_num_scheduled_tokens=PROMPT),
+            )
         )
     ids = [f"r{i}" for i in range(batch)]
     for n in range(steps):

@@ -122,9 +122,7 @@ def lockstep_on_model(
     if half:
         policy = TokenPolicy(exact=False, dense_logits=DenseLogits(DenseLlama(checkpoint, dtype)))
     candidate, cache = build_runner(runner, checkpoint, config, MODEL_BLOCKS)
-    reference, _ = build_runner(
-        oracle, checkpoint, replace(config, dtype="float32" if half else dtype), MODEL_BLOCKS
-    )
+    reference, _ = build_runner(oracle, checkpoint, replace(config, dtype="float32" if half else dtype), MODEL_BLOCKS)
     world = PlanWorld(config, cache, checkpoint.config.vocab_size)
     offered = candidate.describe().capabilities
     if half:

@@ -46,7 +46,7 @@ FAULTS = {
         "each token's KV goes to its neighbour's place",
     ),
     "positions": Fault(
-        "input_batch.py", "computed.to(tl.int64) + j, mask=j < query_len", "computed.to(tl.int64) + j + 1, mask=j < query_len",
+        "input_batch.py", "computed.to(tl.int64) + j, mask", "computed.to(tl.int64) + j + 1, mask",
         "positions are one too high",
     ),
     "seq_lens": Fault(

@@ -32,7 +32,9 @@ class DenseLlama:
     def __init__(self, checkpoint: Checkpoint, dtype: str) -> None:
         self.config = checkpoint.config
         self.round = rounding_to(dtype)
-        self.weights = {name: self.round(np.asarray(checkpoint.tensor(name), np.float32)) for name in checkpoint.names()}
+        self.weights = {
+            name: self.round(np.asarray(checkpoint.tensor(name), np.float32)) for name in checkpoint.names()
+        }
         c = self.config
         self.inv_freq, self.mscale = inverse_frequencies(c.rope, c.head_dim, c.max_position_embeddings)
 

@@ -212,9 +212,7 @@ class Lockstep:
             return Difference("token_ids", (int(i), int(column)), reference.req_ids[i], position, own, other)
         return None
 
-    def _near_tie(
-        self, reference: StepRecord, record: StepRecord, row: int, req_id: str, own: int, other: int
-    ) -> bool:
+    def _near_tie(self, reference: StepRecord, record: StepRecord, row: int, req_id: str, own: int, other: int) -> bool:
         scores = reference.intermediates.get("scores")
         errors = self._logit_errors(reference, record)
         if self.policy.exact or scores is None or errors is None or not 0 <= other < scores.shape[1]:

@@ -58,7 +58,7 @@ def mutated(runner: str, path: str, old: str, new: str) -> Iterator[MutatedRunne
         found: Any = importlib.import_module(alias + module[len(package) :])
         for part in attribute.split("."):
             found = getattr(found, part)
-        yield MutatedRunner(found, f"{alias}{module[len(package):]}:{attribute}", alias, package)
+        yield MutatedRunner(found, f"{alias}{module[len(package) :]}:{attribute}", alias, package)
     finally:
         sys.meta_path.remove(finder)
         for name in [n for n in sys.modules if n == alias or n.startswith(alias + ".")]:

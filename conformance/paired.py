@@ -100,7 +100,7 @@ class PairedRunner:
         *,
         descriptor: BatchDescriptor | None = None,
         intermediate_tensors: IntermediateTensors | None = None,
-    ) -> None | ModelRunnerOutput | IntermediateTensors:
+    ) -> ModelRunnerOutput | IntermediateTensors | None:
         """Both runners take their step in `sample_tokens`, where they can be compared whole."""
         if self._pending is not None:
             raise CallOrderError("the previous step has not been sampled", field="execute_model")

@@ -182,9 +182,7 @@ class StepJudge:
         wanted = [self._params.get(r, GREEDY).logprobs for r in expected.req_ids]
         for name in LOGPROB_FIELDS:
             if getattr(expected, name) is not None:
-                self.report.add(
-                    number, compare_logprobs(name, expected, got, wanted, exact=self.setup.recorded_logits)
-                )
+                self.report.add(number, compare_logprobs(name, expected, got, wanted, exact=self.setup.recorded_logits))
 
     def failed(self, number: int, record: StepRecord, error: Exception) -> None:
         """The runner could not take a step that the recorded program took: a divergence that ends the replay."""

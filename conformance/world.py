@@ -338,9 +338,7 @@ class PlanWorld:
         request = self.running.pop(req_id)
         full = [ids[: request.computed // size] for ids, size in zip(request.blocks, self.block_sizes, strict=True)]
         if all(full):
-            blocks = tuple(
-                [NULL_BLOCK_ID] * gone + ids[gone:] for ids, gone in zip(full, request.evicted, strict=True)
-            )
+            blocks = tuple([NULL_BLOCK_ID] * gone + ids[gone:] for ids, gone in zip(full, request.evicted, strict=True))
             self._pool.remember(Ghost(request.tokens, request.computed, blocks, list(request.evicted)))
         for ids, gone in zip(request.blocks, request.evicted, strict=True):
             for block in ids[gone:]:

@@ -160,8 +160,7 @@ def state_digest(runner: CpuModelRunner) -> dict[str, str]:
             table[row, : tables.num_blocks[g, row]].tolist() for g, table in enumerate(tables.block_tables)
         ]
         parts[f"sampling {req_id}"] = [
-            a[row].item()
-            for a in (sampler.temperature, sampler.top_k, sampler.top_p, sampler.min_p, sampler.seeds)
+            a[row].item() for a in (sampler.temperature, sampler.top_k, sampler.top_p, sampler.min_p, sampler.seeds)
         ]
         parts[f"kv {req_id}"] = request_kv(runner, req_id).tobytes()
     return {

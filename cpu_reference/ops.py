@@ -25,7 +25,9 @@ def silu_and_mul(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
         return gate / (1 + np.exp(-gate)) * up
 
 
-def rotary_tables(positions: np.ndarray, inv_freq: np.ndarray, mscale: float, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+def rotary_tables(
+    positions: np.ndarray, inv_freq: np.ndarray, mscale: float, dtype: Any
+) -> tuple[np.ndarray, np.ndarray]:
     """cos and sin [T, 1, head_dim // 2] of position * frequency, in float64 before they are rounded to `dtype`."""
     angle = positions.astype(np.float64)[:, None, None] * inv_freq
     return (np.cos(angle) * mscale).astype(dtype), (np.sin(angle) * mscale).astype(dtype)

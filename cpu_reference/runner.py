@@ -181,9 +181,7 @@ class CpuModelRunner:
         self._pending = (batch, hidden_states)
         return None
 
-    def sample_tokens(
-        self, grammar: GrammarOutput | None = None, *, forced: ForcedStep | None = None
-    ) -> AsyncOutput:
+    def sample_tokens(self, grammar: GrammarOutput | None = None, *, forced: ForcedStep | None = None) -> AsyncOutput:
         if self._pending is None:
             raise CallOrderError(
                 "no step is waiting for its tokens", field="sample_tokens", hint="Call execute_model with a plan first"
@@ -266,7 +264,9 @@ class CpuModelRunner:
     def _check_call(self, intermediate_tensors: IntermediateTensors | None) -> None:
         if not self._ready:
             raise CallOrderError(
-                "the runner has no KV cache", field="execute_model", hint="Call load_model and initialize_kv_cache first"
+                "the runner has no KV cache",
+                field="execute_model",
+                hint="Call load_model and initialize_kv_cache first",
             )
         if self._pending is not None:
             raise CallOrderError(
@@ -316,9 +316,7 @@ class CpuModelRunner:
         # 3 run boundaries of tokens and of logits
         prepare_query_start_loc(num_scheduled, r, self.query_start_loc)
         prepare_query_start_loc(num_logits, r, self.cu_num_logits)
-        expand_idx_mapping(
-            self.idx_mapping, self.cu_num_logits, r, self.expanded_idx_mapping, self.expanded_local_pos
-        )
+        expand_idx_mapping(self.idx_mapping, self.cu_num_logits, r, self.expanded_idx_mapping, self.expanded_local_pos)
         # 4 known tokens
         if (states.num_computed_tokens_np[rows] < states.prefill_len[rows]).any():
             prepare_prefill_inputs(
@@ -336,9 +334,7 @@ class CpuModelRunner:
         )  # fmt: skip
         reqs_padded = descriptor.num_reqs if descriptor and descriptor.num_reqs else r
         tokens_padded = descriptor.num_tokens if descriptor else t
-        return InputBatch(
-            tuple(req_ids), r, reqs_padded, t, tokens_padded, int(num_logits.sum()), num_scheduled, {}
-        )
+        return InputBatch(tuple(req_ids), r, reqs_padded, t, tokens_padded, int(num_logits.sum()), num_scheduled, {})
 
     def _prepare_attn(self, batch: InputBatch) -> None:
         tables, states = self.block_tables, self.req_states

@@ -12,7 +12,12 @@ import numpy as np
 
 
 def apply_staged_writes(
-    indices: np.ndarray, starts: np.ndarray, contents: np.ndarray, cu_lens: np.ndarray, num_writes: int, base: np.ndarray
+    indices: np.ndarray,
+    starts: np.ndarray,
+    contents: np.ndarray,
+    cu_lens: np.ndarray,
+    num_writes: int,
+    base: np.ndarray,
 ) -> None:
     """Lay `num_writes` runs of values into the rows of a table.
 

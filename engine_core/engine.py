@@ -78,14 +78,30 @@ class Engine:
             self._check_tokens(req_id, "bad_words_token_ids", word)
         self._require(params.required_capabilities(), req_id)
         if params.prompt_logprobs is not None:
-            raise CapabilityError("this engine does not hand out log probabilities of prompts",
-                                  field="prompt_logprobs", req_id=req_id, got=params.prompt_logprobs, expected="None")
+            raise CapabilityError(
+                "this engine does not hand out log probabilities of prompts",
+                field="prompt_logprobs",
+                req_id=req_id,
+                got=params.prompt_logprobs,
+                expected="None",
+            )
         if params.logprobs is not None and self._drafts:
-            raise CapabilityError("log probabilities together with drafts", field="logprobs", req_id=req_id,
-                                  got=params.logprobs, expected="None, or num_speculative_tokens = 0")
+            raise CapabilityError(
+                "log probabilities together with drafts",
+                field="logprobs",
+                req_id=req_id,
+                got=params.logprobs,
+                expected="None, or num_speculative_tokens = 0",
+            )
         if params.n != 1:
-            raise EngineError("one request is one sequence", field="n", req_id=req_id, got=params.n, expected="1",
-                              hint="Add n requests with a seed each, as LLM.generate does")
+            raise EngineError(
+                "one request is one sequence",
+                field="n",
+                req_id=req_id,
+                got=params.n,
+                expected="1",
+                hint="Add n requests with a seed each, as LLM.generate does",
+            )
         request = Request(
             req_id, tuple(prompt_token_ids), params, params.seed or 0, self.eos_token_ids, tuple(extra_keys)
         )
@@ -106,7 +122,8 @@ class Engine:
         missing = sorted(c.value for c in wanted - self.runner_info.capabilities)
         if missing:
             raise CapabilityError(
-                f"runner {self.runner_info.name!r} does not offer {', '.join(missing)}", req_id=req_id,
+                f"runner {self.runner_info.name!r} does not offer {', '.join(missing)}",
+                req_id=req_id,
                 hint="`modelrunner runners` lists what each runner offers",
             )
 
@@ -172,7 +189,8 @@ class Engine:
     def _check_alive(self) -> None:
         if self._error is not None:
             raise EngineError(
-                f"the engine stopped after {type(self._error).__name__}: {self._error}", field="engine",
+                f"the engine stopped after {type(self._error).__name__}: {self._error}",
+                field="engine",
                 hint="Build a new one",
             ) from self._error
 

@@ -67,7 +67,8 @@ class EngineConfig:
         object.__setattr__(self, "record", frozenset(self.record))
         if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError(
-                "the size of the KV cache is given twice", field="num_blocks",
+                "the size of the KV cache is given twice",
+                field="num_blocks",
                 got=f"{self.num_blocks} blocks and {self.kv_cache_memory_bytes} bytes",
                 expected="num_blocks or kv_cache_memory_bytes",
             )
@@ -102,7 +103,9 @@ def open_model(model: Any) -> ModelFacts:
     vocab_size = getattr(model, "vocab_size", None)
     if not isinstance(vocab_size, int):
         raise ConfigError(
-            "not a model", field="model", got=model,
+            "not a model",
+            field="model",
+            got=model,
             expected="a path, a name, a Checkpoint, a WitnessConfig or an object with vocab_size",
         )
     return ModelFacts(model, vocab_size)
@@ -140,9 +143,7 @@ def build_engine(config: EngineConfig, facts: ModelFacts) -> Engine:
     executor = make_executor(WorkerConfig(config.runner, facts.model, runner_config), config.executor)
     try:
         kv_cache_configs = _kv_cache_configs(config, executor, max_model_len)
-        manager = KVCacheManager(
-            kv_cache_configs[0], max_model_len, enable_prefix_caching=config.enable_prefix_caching
-        )
+        manager = KVCacheManager(kv_cache_configs[0], max_model_len, enable_prefix_caching=config.enable_prefix_caching)
         executor.initialize_from_config(kv_cache_configs)
         engine = Engine(
             executor,
@@ -173,7 +174,9 @@ def _kv_cache_configs(config: EngineConfig, executor: Executor, max_model_len: i
         num_blocks = min(memory // size for memory, size in zip(available, per_block, strict=True))
         if num_blocks < 2:
             raise KVCacheError(
-                "no room for a KV cache", field="kv_cache_memory_bytes", got=min(available),
+                "no room for a KV cache",
+                field="kv_cache_memory_bytes",
+                got=min(available),
                 expected=f"at least {2 * max(per_block)} bytes, two blocks",
             )
         if given is None:
@@ -181,5 +184,3 @@ def _kv_cache_configs(config: EngineConfig, executor: Executor, max_model_len: i
             per_request = sum(-(-max_model_len // g.spec.block_size) for g in groups)
             num_blocks = min(num_blocks, 1 + config.max_num_reqs * per_request)
     return [group_kv_cache_specs(s, num_blocks) for s in specs]
-
-

@@ -183,7 +183,8 @@ class InProcessExecutor(Executor):
     def _call(self, method: Method, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self.is_failed or self._shut_down:
             raise EngineError(
-                "the executor has failed" if self.is_failed else "the executor is shut down", field="executor",
+                "the executor has failed" if self.is_failed else "the executor is shut down",
+                field="executor",
                 hint="Build a new one",
             )
         name = method if isinstance(method, str) else getattr(method, "__name__", repr(method))

@@ -51,7 +51,9 @@ class KVCacheManager:
         for g, group in enumerate(self.groups):
             if not group.spec.has_slot_mapping:
                 raise CapabilityError(
-                    "this engine allocates caches of tokens only", field=f"groups[{g}]", got=group.spec.kind,
+                    "this engine allocates caches of tokens only",
+                    field=f"groups[{g}]",
+                    got=group.spec.kind,
                     expected="a kind with a slot mapping",
                 )
         possible = len(self.groups) == 1 and not self.groups[0].spec.sliding_window

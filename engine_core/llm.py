@@ -82,9 +82,7 @@ class _Stream:
             return False
         # A stop string may have begun in earlier text, but only so far back that it was not complete then.
         found = [
-            (at, stop)
-            for stop in self.params.stop
-            if (at := out.text.find(stop, max(0, before - len(stop) + 1))) >= 0
+            (at, stop) for stop in self.params.stop if (at := out.text.find(stop, max(0, before - len(stop) + 1))) >= 0
         ]
         if not found:
             return False
@@ -215,9 +213,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.shutdown()
 
 

@@ -43,8 +43,10 @@ class SchedulerConfig:
             raise UnknownNameError("layout", self.layout, LAYOUTS, field="layout")
         if self.async_scheduling and self.num_speculative_tokens:
             raise ConfigError(
-                "asynchronous scheduling cannot plan around drafts", field="async_scheduling",
-                got=f"num_speculative_tokens={self.num_speculative_tokens}", expected="0",
+                "asynchronous scheduling cannot plan around drafts",
+                field="async_scheduling",
+                got=f"num_speculative_tokens={self.num_speculative_tokens}",
+                expected="0",
             )
 
 

@@ -59,7 +59,10 @@ class Scheduler:
         longest = self.config.max_model_len - 1
         if not 1 <= request.num_prompt_tokens <= longest:
             raise EngineError(
-                "prompt length", field="prompt_token_ids", req_id=request.req_id, got=request.num_prompt_tokens,
+                "prompt length",
+                field="prompt_token_ids",
+                req_id=request.req_id,
+                got=request.num_prompt_tokens,
                 expected=f"1 .. {longest} tokens (max_model_len less the first sampled token)",
             )
         lookahead = self.config.num_speculative_tokens
@@ -69,7 +72,9 @@ class Scheduler:
         usable = self.kv_cache_manager.pool.num_blocks - 1
         if needed > usable:
             raise EngineError(
-                "the KV cache can never hold this request", field="prompt_token_ids", req_id=request.req_id,
+                "the KV cache can never hold this request",
+                field="prompt_token_ids",
+                req_id=request.req_id,
                 got=f"{request.num_prompt_tokens} prompt tokens and max_tokens={request.sampling_params.max_tokens}, "
                 f"up to {needed} blocks",
                 expected=f"at most {usable} blocks",
@@ -273,7 +278,10 @@ class Scheduler:
                 continue
             if len(tokens) > self.config.num_speculative_tokens:
                 raise EngineError(
-                    "too many drafts", field="draft_token_ids", req_id=req_id, got=len(tokens),
+                    "too many drafts",
+                    field="draft_token_ids",
+                    req_id=req_id,
+                    got=len(tokens),
                     expected=f"at most num_speculative_tokens = {self.config.num_speculative_tokens}",
                 )
             request.spec_token_ids = list(tokens)
@@ -285,7 +293,9 @@ def _checked_tokens(share: _Scheduled, sampled: Mapping[str, Sequence[int]]) -> 
     low, high = (1, 1 + share.num_drafts) if share.samples else (0, 0)
     if tokens is None or not low <= len(tokens) <= high:
         raise EngineError(
-            "the runner's output does not answer the plan", field="sampled_token_ids", req_id=share.request.req_id,
+            "the runner's output does not answer the plan",
+            field="sampled_token_ids",
+            req_id=share.request.req_id,
             got="nothing" if tokens is None else f"{len(tokens)} tokens",
             expected=f"{low} tokens" if low == high else f"{low} .. {high} tokens",
             hint="A prefill chunk samples nothing; any other row samples one token, plus the drafts it accepted",

@@ -56,9 +56,7 @@ class PackedCopy:
             end = _aligned(end + array.nbytes)
         self._tables_end = end
         self._arena = torch.zeros(end + _aligned(extra_bytes), dtype=torch.uint8, device=device)
-        self.views = {
-            name: _view(self._arena, self._offsets[name], array) for name, array in self.tables.items()
-        }
+        self.views = {name: _view(self._arena, self._offsets[name], array) for name, array in self.tables.items()}
         self.extra: list[torch.Tensor] = []
         self._added: list[np.ndarray] = []
 

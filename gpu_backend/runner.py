@@ -263,9 +263,7 @@ class GpuModelRunner:
         return None
 
     @on_device
-    def sample_tokens(
-        self, grammar: GrammarOutput | None = None, *, forced: ForcedStep | None = None
-    ) -> AsyncOutput:
+    def sample_tokens(self, grammar: GrammarOutput | None = None, *, forced: ForcedStep | None = None) -> AsyncOutput:
         if self._pending is None:
             raise CallOrderError(
                 "no step is waiting for its tokens", field="sample_tokens", hint="Call execute_model with a plan first"
@@ -436,9 +434,7 @@ class GpuModelRunner:
         # 3 run boundaries of tokens and of logits
         prepare_query_start_loc(self.num_scheduled_tokens, r, self.query_start_loc)
         prepare_query_start_loc(self.num_logits, r, self.cu_num_logits)
-        expand_idx_mapping(
-            self.idx_mapping, self.cu_num_logits, r, self.expanded_idx_mapping, self.expanded_local_pos
-        )
+        expand_idx_mapping(self.idx_mapping, self.cu_num_logits, r, self.expanded_idx_mapping, self.expanded_local_pos)
         # 4 known tokens
         if (states.num_computed_tokens_np[rows] < states.prefill_len_np[rows]).any():
             prepare_prefill_inputs(

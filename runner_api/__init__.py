@@ -48,8 +48,8 @@ __all__ = [
     "ConfigError", "DraftTokenIds", "EngineError", "ForcedStep", "GrammarOutput", "IntermediateTensors",
     "KVCacheConfig", "KVCacheError", "KVCacheGroup", "KVCacheSpec", "KVCacheTensor", "LogprobsLists", "ModelRunner",
     "ModelRunnerOutput", "ModelState", "NewRequestData", "ParallelContext", "PlanError", "PlanValidator",
-    "RunnerConfig", "RunnerError", "RunnerFactory", "RunnerInfo", "SamplingParams", "SamplingParamsError", "SchedulerOutput",
-    "SingleRank", "StageSet", "StageSpec", "StepRecord", "Trace", "TraceError", "UnknownNameError", "WitnessConfig",
-    "WitnessGroup", "group_kv_cache_specs", "load_factory", "load_runner", "load_stages", "load_trace",
-    "runner_names", "save_trace",
+    "RunnerConfig", "RunnerError", "RunnerFactory", "RunnerInfo", "SamplingParams", "SamplingParamsError",
+    "SchedulerOutput", "SingleRank", "StageSet", "StageSpec", "StepRecord", "Trace", "TraceError", "UnknownNameError",
+    "WitnessConfig", "WitnessGroup", "group_kv_cache_specs", "load_factory", "load_runner", "load_stages",
+    "load_trace", "runner_names", "save_trace",
 ]  # fmt: skip

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 
-class Capability(str, Enum):
+class Capability(StrEnum):
     """One optional part of the contract. Clauses name the capability they require."""
 
     GENERATE = "generate"  # whole steps: execute_model and sample_tokens

@@ -26,7 +26,7 @@ class CUDAGraphMode(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class BatchDescriptor:
-    """The padded shape of one step; the key under which a captured graph is kept (spec_core 7.3)."""
+    """The padded shape of one step; the key under which a captured graph is kept."""
 
     cg_mode: CUDAGraphMode
     num_tokens: int

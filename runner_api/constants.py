@@ -14,7 +14,7 @@ PLACEHOLDER_TOKEN_ID = -1
 NO_ROW = -1
 
 # Rows of a block table are widened to whole multiples of this many tokens, so that kernels may read a row in
-# aligned chunks. (vLLM's value; spec_core 5.2.)
+# aligned chunks. (vLLM's value.)
 BLOCK_TABLE_TOKEN_ALIGNMENT = 128
 
 # Version of the StepRecord fields and of the trace files that hold them.

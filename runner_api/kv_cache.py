@@ -1,6 +1,6 @@
 """Shapes and sizes of the KV cache: what a layer needs (spec), and what it got (config).
 
-Source: vLLM 0.33 `KVCacheSpec`, `KVCacheConfig` (spec_core 2.2, 5.2, 10.9).
+Source: vLLM 0.33 `KVCacheSpec`, `KVCacheConfig`.
 """
 
 from __future__ import annotations
@@ -97,7 +97,10 @@ class KVCacheConfig:
     def __post_init__(self) -> None:
         if self.num_blocks < 2:
             raise KVCacheError(
-                "too few blocks", field="num_blocks", got=self.num_blocks, expected="at least 2: block 0 is the null block"
+                "too few blocks",
+                field="num_blocks",
+                got=self.num_blocks,
+                expected="at least 2: block 0 is the null block",
             )
         for g, group in enumerate(self.groups):
             kernel = group.kernel_block_size

@@ -1,4 +1,4 @@
-"""What a step gives back. Source: vLLM 0.33 `ModelRunnerOutput` (spec_core 1.5, 1.6, 8.2)."""
+"""What a step gives back. Source: vLLM 0.33 `ModelRunnerOutput`."""
 
 from __future__ import annotations
 

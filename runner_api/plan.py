@@ -2,7 +2,7 @@
 
 Both row layouts read the same types: a resumed request may arrive as new (slots layout, `prefill_token_ids` holds
 prompt and earlier outputs) or as cached (dense layout, its id in `resumed_req_ids` and its blocks replaced).
-Plans are read, never written: a runner copies what it keeps. Source: vLLM 0.33 `SchedulerOutput` (spec_core 1).
+Plans are read, never written: a runner copies what it keeps. Source: vLLM 0.33 `SchedulerOutput`.
 """
 
 from __future__ import annotations

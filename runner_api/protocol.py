@@ -2,7 +2,7 @@
 
 A step is two calls. `execute_model(plan)` applies the plan to the runner's state, builds the inputs and queues the
 forward pass; `sample_tokens()` draws the tokens, queues their copy to the host and advances the state. Nothing waits
-for the device before `get_output()`. Source: vLLM 0.33 `ModelRunner` (spec_core 1.6, 8).
+for the device before `get_output()`. Source: vLLM 0.33 `ModelRunner`.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ RunnerFactory = Callable[[RunnerConfig], ModelRunner]
 
 
 class ModelState(Protocol):
-    """Hooks for model families whose inputs need more than token ids and positions (spec_core 9.2)."""
+    """Hooks for model families whose inputs need more than token ids and positions."""
 
     def add_request(self, row: int, req_id: str) -> None: ...
 

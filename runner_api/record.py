@@ -39,7 +39,7 @@ INTEGER_FIELDS = (
 class StepRecord:
     """One step. A step that scheduled no tokens has `num_reqs == 0` and empty arrays.
 
-    Arrays hold defined elements only (spec_core 11.0): `input_ids` and `positions` the real tokens, `block_tables`
+    Arrays hold defined elements only: `input_ids` and `positions` the real tokens, `block_tables`
     per group one row per real request cut to the blocks it owns, then the padding rows whole.
     """
 
@@ -95,9 +95,7 @@ class StepRecord:
     def tokens(self) -> dict[str, tuple[int, ...]]:
         """The tokens that entered the state, by request: forced ones where some were imposed."""
         source = self.token_ids if self.forced_token_ids is None else self.forced_token_ids
-        return {
-            r: tuple(int(x) for x in source[i, : int(self.num_sampled[i])]) for i, r in enumerate(self.req_ids)
-        }
+        return {r: tuple(int(x) for x in source[i, : int(self.num_sampled[i])]) for i, r in enumerate(self.req_ids)}
 
 
 def _empty(dtype: Any) -> np.ndarray:

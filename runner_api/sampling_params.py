@@ -1,6 +1,6 @@
 """How one request wants its tokens drawn, with the range checks that run when the object is built.
 
-Source: vLLM 0.33 `SamplingParams` (spec_sampling 1.1). What a runner cannot do yet it refuses at admission
+Source: vLLM 0.33 `SamplingParams`. What a runner cannot do yet it refuses at admission
 (`required_capabilities`), so that no parameter is ever ignored.
 """
 
@@ -150,7 +150,9 @@ def number(name: str, value: Any, low: float, high: float, *, open_low: bool = F
     is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_real or not low <= value <= high or value == math.inf or (open_low and value == low):
         bracket = "(" if open_low else "["
-        raise SamplingParamsError("out of range", field=name, got=value, expected=f"a number in {bracket}{low}, {high}]")
+        raise SamplingParamsError(
+            "out of range", field=name, got=value, expected=f"a number in {bracket}{low}, {high}]"
+        )
 
 
 def integer(name: str, value: Any, low: int, high: int) -> None:

@@ -205,9 +205,14 @@ def _plan_from_vllm(plan: Mapping[str, Any]) -> SchedulerOutput:
         prefill = r["prefill_token_ids"] if r["prefill_token_ids"] is not None else r["prompt_token_ids"]
         new.append(
             NewRequestData(
-                r["req_id"], r["prompt_token_ids"], prefill, r["num_computed_tokens"],
-                tuple(list(b) for b in r["block_ids"]), params, seed=params.seed or 0,
-            )  # fmt: skip
+                r["req_id"],
+                r["prompt_token_ids"],
+                prefill,
+                r["num_computed_tokens"],
+                tuple(list(b) for b in r["block_ids"]),
+                params,
+                seed=params.seed or 0,
+            )
         )
     c = plan["cached"]
     cached = CachedRequestData(
@@ -274,5 +279,7 @@ def _step_from_vllm(value: Mapping[str, Any], meta: Mapping[str, Any]) -> StepRe
         record["logprob_token_ids"] = np.array(sampled["logprob_token_ids"], np.int64)
     if batch.get("draft_tokens_state") is not None:
         record["draft_token_ids"] = np.array(batch["draft_tokens_state"], np.int64)
-    record["extra"] = {k: sampled[k] for k in ("top2_margin", "target_argmax") if k in sampled} | {"step": value["step"]}
+    record["extra"] = {k: sampled[k] for k in ("top2_margin", "target_argmax") if k in sampled} | {
+        "step": value["step"]
+    }
     return StepRecord(**record)

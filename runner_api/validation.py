@@ -87,9 +87,7 @@ class PlanValidator:
                 new.prompt_len, len(new.prefill_token_ids), computed, computed, block_ids
             )
         cached = plan.scheduled_cached_reqs
-        for req_id, computed, ids in zip(
-            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
-        ):
+        for req_id, computed, ids in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
             live = self.requests[req_id]
             live.computed_upper = int(computed)
             if ids is not None:
@@ -332,9 +330,7 @@ class PlanValidator:
                 hint="Send it in scheduled_new_reqs with all its tokens in prefill_token_ids",
             )
         nothing = [()] * len(self.kv_cache_config.groups)
-        for req_id, computed, ids in zip(
-            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
-        ):
+        for req_id, computed, ids in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
             if not self._is_live(req_id, removed) or req_id in scheduled:
                 raise PlanError(
                     "not a request that the runner holds", code="MR-ERR-029", field=where, req_id=req_id,

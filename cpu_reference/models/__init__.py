@@ -48,7 +48,10 @@ def build_model(model: Any, dtype: str) -> Model:
     if not hasattr(model, "tensor"):
         if not isinstance(model, str) and not hasattr(model, "__fspath__"):
             raise ConfigError(
-                "not a model", field="model", got=model, expected="a path, a Checkpoint, a WitnessConfig or a model object"
+                "not a model",
+                field="model",
+                got=model,
+                expected="a path, a Checkpoint, a WitnessConfig or a model object",
             )
         from runner_api.checkpoint import load_checkpoint
 

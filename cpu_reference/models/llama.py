@@ -31,9 +31,7 @@ class LlamaModel:
         self.dtype = dtype
         self.collectives = collectives or SingleRank()
         self.scale = config.head_dim**-0.5
-        self.inv_freq, self.mscale = inverse_frequencies(
-            config.rope, config.head_dim, config.max_position_embeddings
-        )
+        self.inv_freq, self.mscale = inverse_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
         self.weights = {name: checkpoint.tensor(name).astype(dtype) for name in checkpoint.names()}
         tied = "lm_head.weight" not in self.weights
         self.lm_head = self.weights["model.embed_tokens.weight" if tied else "lm_head.weight"]

@@ -45,7 +45,9 @@ def witness_attention(
     position = position_cache.reshape(-1)[slot].astype(np.uint64)
     # 3 hash; sums over a run of keys are differences of running sums
     term = mix64(
-        token * np.uint64(w.TOKEN) + position * np.uint64(w.POSITION) + (index + 1).astype(np.uint64) * np.uint64(w.INDEX)
+        token * np.uint64(w.TOKEN)
+        + position * np.uint64(w.POSITION)
+        + (index + 1).astype(np.uint64) * np.uint64(w.INDEX)
     )
     running = np.concatenate([np.zeros(1, np.uint64), np.cumsum(term)])
     # 4 each query sees the keys from the window's edge to itself
@@ -84,9 +86,7 @@ class WitnessModel:
             # 1 every token's pair is written before any is read
             reshape_and_cache(key, value, m.slot_mapping, *cache)
             # 2 read them back through the block table
-            witness_attention(
-                *cache, m.block_table, m.query_start_loc, m.seq_lens, m.num_reqs, m.window, g, hidden
-            )
+            witness_attention(*cache, m.block_table, m.query_start_loc, m.seq_lens, m.num_reqs, m.window, g, hidden)
         if intermediates is not None:
             intermediates["hidden"] = hidden.view(np.int64).copy()
         return hidden[:, None]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 
-def apply_temperature(expanded_idx_mapping: np.ndarray, temperature: np.ndarray, num_logits: int, logits: np.ndarray) -> None:
+def apply_temperature(
+    expanded_idx_mapping: np.ndarray, temperature: np.ndarray, num_logits: int, logits: np.ndarray
+) -> None:
     """Divide each row by its request's temperature; rows of temperature 0 (greedy) and 1 stay as they are.
 
     Shapes: expanded_idx_mapping: int64[>= L] row of each logits row; temperature: float32[N] by row;

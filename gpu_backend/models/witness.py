@@ -158,9 +158,7 @@ class WitnessModel:
             # 1 every token's pair is written before any is read
             reshape_and_cache(key, value, m.slot_mapping, *cache)
             # 2 read them back through the block table
-            witness_attention(
-                *cache, m.block_table, m.query_start_loc, m.seq_lens, m.num_reqs, m.window, g, hidden
-            )
+            witness_attention(*cache, m.block_table, m.query_start_loc, m.seq_lens, m.num_reqs, m.window, g, hidden)
         if intermediates is not None:
             intermediates["hidden"] = hidden.clone()
         return hidden[:, None]

@@ -169,9 +169,7 @@ def uniforms(words: torch.Tensor, scheme: str) -> torch.Tensor:
     words = words.contiguous()
     u = torch.empty(words.shape, dtype=torch.float32, device=words.device)
     width = tile(words.numel())
-    launch(
-        _uniforms_kernel, (triton.cdiv(words.numel(), width),), words, words.numel(), u, SCHEME=scheme, BLOCK=width
-    )
+    launch(_uniforms_kernel, (triton.cdiv(words.numel(), width),), words, words.numel(), u, SCHEME=scheme, BLOCK=width)
     return u
 
 

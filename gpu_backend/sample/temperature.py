@@ -44,6 +44,4 @@ def apply_temperature(
     """
     vocab_size = logits.shape[1]
     grid, tiling = vocab_tiles(num_logits, vocab_size)
-    launch(
-        _apply_temperature_kernel, grid, expanded_idx_mapping, temperature, num_logits, vocab_size, logits, **tiling
-    )
+    launch(_apply_temperature_kernel, grid, expanded_idx_mapping, temperature, num_logits, vocab_size, logits, **tiling)

@@ -59,6 +59,7 @@ def test_every_module_of_the_copy_refers_to_the_copy() -> None:
 
 def test_nothing_is_left_behind_even_after_an_exception() -> None:
     finders, cached = list(sys.meta_path), set(linecache.cache)
+
     def fail_inside() -> None:
         with mutated("cpu", PATH, OLD, NEW):
             assert aliases()

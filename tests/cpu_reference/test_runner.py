@@ -649,9 +649,9 @@ def test_buffers_stay_where_they_are():
     """Graphs read fixed addresses: no step may replace a buffer."""
     driver = Driver(small())
     runner = driver.runner
-    buffers = {
-        name: value for name, value in vars(runner).items() if isinstance(value, np.ndarray)
-    } | {f"table {g}": t for g, t in enumerate(runner.block_tables.input_block_tables)}
+    buffers = {name: value for name, value in vars(runner).items() if isinstance(value, np.ndarray)} | {
+        f"table {g}": t for g, t in enumerate(runner.block_tables.input_block_tables)
+    }
     addresses = {name: b.ctypes.data for name, b in buffers.items()}
     assert len(addresses) > 10
     driver.add("a", range(5))

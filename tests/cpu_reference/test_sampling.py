@@ -322,9 +322,7 @@ def test_the_draw_follows_the_softmax(scheme, vary):
     seeds = numbers if vary == "seed" else np.full(n, 42, np.int64)
     positions = numbers if vary == "position" else np.full(n, 7, np.int64)
     sampled = np.zeros(n, np.int64)
-    gumbel_sample(
-        np.arange(n), positions, np.ones(n, np.float32), seeds, scheme, n, np.tile(logits, (n, 1)), sampled
-    )
+    gumbel_sample(np.arange(n), positions, np.ones(n, np.float32), seeds, scheme, n, np.tile(logits, (n, 1)), sampled)
     expected = np.exp(logits.astype(np.float64))
     expected *= n / expected.sum()
     observed = np.bincount(sampled, minlength=9)

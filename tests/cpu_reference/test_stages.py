@@ -486,9 +486,9 @@ def test_sampling_stages_write_their_rows_only(name):
     logits = np.full((3, 4), 2.0, np.float32)
     rows, t = np.int64([1, 0, POISON]), np.float32([0.5, 0.0])
     if name == "temperature":
-        out = STAGES.run(
-            "apply_temperature", expanded_idx_mapping=rows, temperature=t, num_logits=2, logits=logits
-        )["logits"]
+        out = STAGES.run("apply_temperature", expanded_idx_mapping=rows, temperature=t, num_logits=2, logits=logits)[
+            "logits"
+        ]
         assert out.tolist() == [[2] * 4, [4] * 4, [2] * 4]
     else:
         out = STAGES.run(

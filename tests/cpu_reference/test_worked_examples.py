@@ -30,9 +30,7 @@ def equal(actual, expected, dtype=None):
 def three():
     """R1 (40 computed, last sampled 1) in row 1023, R2 (17, last sampled 2) in row 1022; the plan brings R3."""
     runner = make_runner(max_num_reqs=1024, max_num_batched_tokens=64, max_model_len=128)
-    first = make_plan(
-        {"R1": 40, "R2": 17}, [new("R1", [7] * 40, [7, 8, 9]), new("R2", [8] * 17, [10, 11])]
-    )
+    first = make_plan({"R1": 40, "R2": 17}, [new("R1", [7] * 40, [7, 8, 9]), new("R2", [8] * 17, [10, 11])])
     runner.execute_model(first)
     runner.sample_tokens(forced=force(runner, {"R1": [1], "R2": [2]}))
     second = make_plan(
@@ -318,9 +316,7 @@ def test_a_speculative_run(drafting):
     equal(record.seq_lens, [9, 10])
     equal(record.slot_mappings, [[9, 10, 11, 20, 18, 19, 24, 25]])
     equal(record.draft_token_ids, [[60, 61, 62], [0, 0, 0]])
-    runner.sample_tokens(
-        forced=force(runner, {"A": [60, 61, 44], "B": [45]}, {"A": [80, 81, 82], "B": [90, 91, 92]})
-    )
+    runner.sample_tokens(forced=force(runner, {"A": [60, 61, 44], "B": [45]}, {"A": [80, 81, 82], "B": [90, 91, 92]}))
     equal(runner.last_step().num_sampled, [3, 1])
     equal(runner.last_step().num_rejected, [1, 0])
     equal(states.num_computed_tokens[[7, 6]], [8, 10])
@@ -329,9 +325,7 @@ def test_a_speculative_run(drafting):
     equal(states.all_token_ids[7, :9], [11, 12, 13, 14, 15, 40, 60, 61, 44])
     # 3 the plan still believes that A computed 9: positions follow the row, which knows 8
     runner.execute_model(
-        make_plan(
-            {"A": 4, "B": 4}, (), {"A": (9, [7]), "B": (10, [8])}, {"A": [-1] * 3, "B": [-1] * 3}
-        ),
+        make_plan({"A": 4, "B": 4}, (), {"A": (9, [7]), "B": (10, [8])}, {"A": [-1] * 3, "B": [-1] * 3}),
         descriptor=full(8, 2, uniform=4),
     )
     record = runner.last_step()

@@ -102,9 +102,7 @@ class FakeRunner:
             self.computed[new.req_id] = new.num_computed_tokens
             self.blocks[new.req_id] = tuple(list(ids) for ids in new.block_ids)
         cached = plan.scheduled_cached_reqs
-        for req_id, computed, ids in zip(
-            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
-        ):
+        for req_id, computed, ids in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
             if req_id in cached.resumed_req_ids:
                 assert self.tokens[req_id] == list(cached.all_token_ids[req_id])
                 self.blocks[req_id] = tuple(list(more) for more in ids)

@@ -93,9 +93,7 @@ def test_seeds_are_drawn_once_and_repeat():
     def seeds(engine_seed, *wanted):
         engine, _ = build_engine()
         engine._rng = type(engine._rng)(type(engine._rng.bit_generator)(engine_seed))
-        return [
-            engine.add_request(str(i), [1], SamplingParams(seed=seed)).seed for i, seed in enumerate(wanted)
-        ]
+        return [engine.add_request(str(i), [1], SamplingParams(seed=seed)).seed for i, seed in enumerate(wanted)]
 
     first = seeds(0, None, 7, None)
     assert first[1] == 7

@@ -21,9 +21,7 @@ from runner_api import (
 
 V = 32
 # A small alphabet and few distinct prompts make common prefixes common.
-PROMPTS = st.one_of(
-    st.lists(st.integers(0, 1), min_size=1, max_size=26), st.integers(1, 26).map(lambda n: [3] * n)
-)
+PROMPTS = st.one_of(st.lists(st.integers(0, 1), min_size=1, max_size=26), st.integers(1, 26).map(lambda n: [3] * n))
 
 
 def greedy(max_tokens: int | None = 6, **kwargs) -> SamplingParams:

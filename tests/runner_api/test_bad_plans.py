@@ -94,9 +94,7 @@ def change_new(**fields):
 
 
 def change_cached(**fields):
-    return lambda: change(
-        scheduled_cached_reqs=dataclasses.replace(good_plan().scheduled_cached_reqs, **fields)
-    )()
+    return lambda: change(scheduled_cached_reqs=dataclasses.replace(good_plan().scheduled_cached_reqs, **fields))()
 
 
 def counts(total=None, drafts=None, **n):

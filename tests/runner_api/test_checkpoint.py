@@ -211,8 +211,13 @@ def test_a_window_that_no_layer_uses_is_no_window():
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"max_position_embeddings": None}, "max_position_embeddings"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "factor"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0, "short_factor": [1.0], "long_factor": [1.0]},
-          "head_dim": 2**31 - 2}, "short_factor"),  # refused before a table of that size is made
+        (
+            {
+                "rope_scaling": {"type": "longrope", "factor": 2.0, "short_factor": [1.0], "long_factor": [1.0]},
+                "head_dim": 2**31 - 2,
+            },
+            "short_factor",
+        ),  # refused before a table of that size is made
         ({"rope_scaling": "linear"}, "rope_scaling"),
         ({"dtype": 4}, "dtype"),
         ({"architectures": ["Qwen2ForCausalLM"], "rope_theta": None}, "rope_theta"),

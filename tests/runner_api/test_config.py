@@ -13,9 +13,7 @@ def test_defaults():
     assert c.parallel.world_size == 1
 
 
-@pytest.mark.parametrize(
-    "field", ["max_num_reqs", "max_num_batched_tokens", "max_model_len", "max_concurrent_batches"]
-)
+@pytest.mark.parametrize("field", ["max_num_reqs", "max_num_batched_tokens", "max_model_len", "max_concurrent_batches"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, None, "8", True])
 def test_sizes_are_positive_integers(field, value):
     with pytest.raises(ConfigError) as caught:

@@ -43,9 +43,11 @@ def test_rooms_do_not_load_what_they_do_not_need():
 
 
 def test_the_contract_imports_none_of_the_other_rooms():
-    code = "import sys, runner_api; print([m for m in sys.modules if m.split('.')[0] in " + repr(
-        (*ROOMS[1:], "gpu_backend")
-    ) + "])"
+    code = (
+        "import sys, runner_api; print([m for m in sys.modules if m.split('.')[0] in "
+        + repr((*ROOMS[1:], "gpu_backend"))
+        + "])"
+    )
     done = fresh(code)
     assert done.stdout.strip() == "[]", done.stderr
 

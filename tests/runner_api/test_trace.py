@@ -13,9 +13,7 @@ from runner_api import RunnerError, SamplingParams, StepRecord, TraceError, load
 @pytest.fixture(scope="module")
 def steps():
     """A step with everything in it, one with drafts and a padded graph, one without tokens."""
-    runner = make_runner(
-        num_speculative_tokens=2, max_num_reqs=4, record=frozenset({"logits", "kv", "intermediates"})
-    )
+    runner = make_runner(num_speculative_tokens=2, max_num_reqs=4, record=frozenset({"logits", "kv", "intermediates"}))
     params = SamplingParams(temperature=0.5, logprobs=2, stop=["x"], seed=2**62)
     added = [new("a", [1, 2, 3], [1], sampling_params=params, seed=-(2**63)), new("b", [4], [2])]
     runner.execute_model(make_plan({"a": 3, "b": 1}, added, finished_req_ids=frozenset({"z", "y"})))
