@@ -3,7 +3,7 @@
 `check --json` prints one object: runner, spec_version, seed, against; smoke (null or text); areas (area to
 {must: [passed, total], should: [passed, total], skipped}); clauses (id to {outcome: pass | fail | skip | untested,
 evaluations, reason, first}); errors ([{where, error}]); counts (how often each kind of step occurred); lockstep (a list
-of {model, verdict, steps, fields, elements, tokens, near_ties, first}); verdict (AGREE or DIVERGE).
+of {model, dtype, verdict, steps, fields, elements, tokens, near_ties, first}); verdict (AGREE or DIVERGE).
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ def run_check(args: argparse.Namespace) -> int:
         results = [("witness", lockstep_on_worlds(runner, oracle, args.steps, args.seed))]
         if args.model:
             result = lockstep_on_model(runner, oracle, args.model, args.steps, args.seed, args.dtype)
-            results.append((f"{args.model} ({args.dtype})", result))
+            results.append((args.model, result))
         report["lockstep"] = [_lockstep_entry(name, result) for name, result in results]
+        if args.model:
+            report["lockstep"][1]["dtype"] = args.dtype
         agreed = evaluation.passed and all(result.verdict == AGREE for _, result in results)
     else:
         agreed = False
@@ -175,7 +177,7 @@ def _add_clauses(report: dict[str, Any], e: Evaluation) -> None:
 
 def _lockstep_entry(model: str, result: LockstepResult) -> dict[str, Any]:
     return {
-        "model": model, "verdict": result.verdict, "steps": result.steps, "fields": result.fields,
+        "model": model, "dtype": None, "verdict": result.verdict, "steps": result.steps, "fields": result.fields,
         "elements": result.elements, "tokens": result.tokens, "near_ties": result.near_ties,
         "first": None if result.first is None else str(result.first),
     }  # fmt: skip
@@ -194,8 +196,9 @@ def _text(report: dict[str, Any]) -> Iterator[str]:
     yield plain_table(lines)
     yield from _exceptions(report)
     for entry in report["lockstep"]:
+        where = f"{entry['model']} in {entry['dtype']}" if entry["dtype"] else entry["model"]
         yield (
-            f"\nlockstep on {entry['model']}: {entry['verdict']} steps={entry['steps']} elements={entry['elements']} "
+            f"\nlockstep on {where}: {entry['verdict']} steps={entry['steps']} elements={entry['elements']} "
             f"tokens={entry['tokens']} near_ties={entry['near_ties']}"
         )
         if entry["first"]:

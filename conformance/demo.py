@@ -85,6 +85,7 @@ class _Demo:
         self.args = args
         self.factory = factory
         self.pairs: list[PairedRunner] = []
+        self._launched_before: dict[str, int] = {}
 
     def witness(self) -> None:
         """A model of integers whose tokens show every index; with random draws, since its logits are exact."""
@@ -111,6 +112,7 @@ class _Demo:
             candidate, oracle = load_runner(self.factory, config), load_runner(self.args.against, config)
             info = candidate.describe()
             if not self.pairs:
+                self._launched_before = _launches(candidate)
                 print(oracle.describe().line(), info.line(), sep="\n")
             most = most_tokens
             if most is None and not policy.exact and not info.device.startswith("cuda"):
@@ -130,7 +132,8 @@ class _Demo:
             for name in ("steps", "fields", "elements", "tokens", "near_ties"):
                 setattr(total, name, getattr(total, name) + getattr(result, name))
             total.first = total.first or result.first
-        launches = getattr(self.pairs[-1].candidate, "kernel_launches", dict)()
+        counted = _launches(self.pairs[-1].candidate) if self.pairs else {}
+        launches = {name: count - self._launched_before.get(name, 0) for name, count in counted.items()}
         for name, count in sorted(launches.items()):
             print(f"launches of {name.strip('_'):45} {count:6}")
         idle = [name for name, count in launches.items() if count == 0]
@@ -139,6 +142,11 @@ class _Demo:
             return 1
         print(total.line())
         return 0 if total.verdict == AGREE else 1
+
+
+def _launches(runner: ModelRunner) -> dict[str, int]:
+    """Launches of each kernel in this process so far; empty for a runner that has no kernels."""
+    return dict(getattr(runner, "kernel_launches", dict)())
 
 
 def _print_step(number: int, record: StepRecord, seconds: float, result: LockstepResult) -> None:

@@ -152,6 +152,12 @@ def prepare(
         setup.notes.append("tokens are drawn from the recorded logits; no model is run for them")
     else:
         _find_model(setup, path, trace, model, logits)
+    if setup.judge_tokens and not setup.recorded_logits and dtype in ("float16", "bfloat16"):
+        setup.judge_tokens = False
+        setup.notes.append(
+            f"layout alone: the recorded logits are float32, and {dtype} may draw other tokens; "
+            f"`check --model --dtype {dtype}` bounds its logits"
+        )
     if setup.judge_tokens:
         setup.config = replace(setup.config, record=frozenset({"logits"}))
     return setup

@@ -1,0 +1,40 @@
+"""The demo: two models on two runners, a verdict, and a planted fault that is found."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from conformance.demo import FAULTS
+from engine_core.cli import main
+
+pytestmark = pytest.mark.interpret
+pytest.importorskip("gpu_backend.triton_support")
+
+
+@pytest.mark.parametrize("fault", sorted(FAULTS))
+def test_a_planted_fault_is_named(fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--fault", fault]) == 1
+    out = capsys.readouterr().out
+    first = re.search(r"first divergence at step \d+: (\w+)", out)
+    assert first is not None, out
+    assert first[1].startswith(fault)
+    assert "verdict: DIVERGE" in out.splitlines()[-1]
+
+
+def test_an_unknown_fault_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--fault", "slot_maping"]) == 2
+    assert "slot_mapping" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_runners_agree(capsys: pytest.CaptureFixture[str]) -> None:
+    """One token of each answer on both runners, the rest on the reference alone; every kernel is launched."""
+    assert main(["demo", "--compare-tokens", "1", "--max-tokens", "8"]) == 0
+    out = capsys.readouterr().out
+    assert "The capital of France is Paris" in out
+    launches = dict(re.findall(r"launches of (\w+) +(\d+)", out))
+    assert launches
+    assert "0" not in launches.values()
+    assert re.match(r"verdict: AGREE steps=\d+ fields=\d+ elements=\d+ tokens=\d+", out.splitlines()[-1])

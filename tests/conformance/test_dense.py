@@ -1,0 +1,85 @@
+"""The dense low-precision run: right in float32, off by the format's rounding below it, and a bound that works."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import conformance
+from conformance.dense import DenseLlama, DenseLogits
+from conformance.harness import build_runner
+from conformance.lockstep import Lockstep, TokenPolicy
+from runner_api import NewRequestData, RunnerConfig, SchedulerOutput, StepRecord, load_factory
+from runner_api.checkpoint import Checkpoint, load_checkpoint
+
+CONFIG = RunnerConfig(4, 64, 128, record=frozenset({"logits"}))
+TOKENS = np.random.default_rng(5).integers(0, 512, 30).tolist()
+
+
+@pytest.fixture(params=["llama-tiny", "qwen3-tiny"])
+def checkpoint(request: pytest.FixtureRequest) -> Checkpoint:
+    return load_checkpoint(Path(conformance.__file__).parent / "data" / "checkpoints" / request.param)
+
+
+def one_step() -> SchedulerOutput:
+    new = NewRequestData("a", TOKENS, TOKENS, 0, ([2, 1],))
+    return SchedulerOutput([new], num_scheduled_tokens={"a": 30}, total_num_scheduled_tokens=30)
+
+
+def paged_record(checkpoint: Checkpoint, dtype: str = "float64") -> StepRecord:
+    runner, _ = build_runner("cpu", checkpoint, replace(CONFIG, dtype=dtype), 8)
+    runner.execute_model(one_step())
+    runner.sample_tokens()
+    return runner.last_step()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "low", "high"), [("float32", 0, 3e-6), ("float16", 1e-4, 1e-2), ("bfloat16", 1e-3, 0.05)]
+)
+def test_error_is_that_of_the_format(checkpoint: Checkpoint, dtype: str, low: float, high: float) -> None:
+    exact = paged_record(checkpoint).logits[0]
+    dense = DenseLlama(checkpoint, dtype).logits(TOKENS)[-1]
+    assert low <= np.abs(dense - exact).max() / np.abs(exact).max() <= high
+
+
+def test_rows_follow_each_request(checkpoint: Checkpoint) -> None:
+    record = paged_record(checkpoint)
+    rows = DenseLogits(DenseLlama(checkpoint, "float32"))(record)
+    assert rows.shape == record.logits.shape
+    np.testing.assert_allclose(rows, record.logits, atol=1e-5 * np.abs(record.logits).max())
+
+
+class Noisy:
+    """A candidate whose logits are off by a multiple of their largest: what the bound is for."""
+
+    relative = 0.0
+
+    def __init__(self, config: RunnerConfig) -> None:
+        self._runner = load_factory("cpu")(replace(config, dtype="float32"))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def last_step(self) -> StepRecord:
+        record = self._runner.last_step()
+        if record.logits is None:
+            return record
+        return replace(record, logits=record.logits * (1 + self.relative))
+
+
+@pytest.mark.parametrize(("relative", "verdict"), [(0.002, "AGREE"), (0.2, "DIVERGE")])
+def test_the_bound_lets_rounding_pass_and_nothing_more(checkpoint: Checkpoint, relative: float, verdict: str) -> None:
+    policy = TokenPolicy(exact=False, dense_logits=DenseLogits(DenseLlama(checkpoint, "bfloat16")))
+    candidate, _ = build_runner(type("Off", (Noisy,), {"relative": relative}), checkpoint, CONFIG, 8)
+    oracle, _ = build_runner("cpu", checkpoint, CONFIG, 8)
+    lockstep = Lockstep(candidate, oracle, policy)
+    lockstep.step(one_step())
+    result = lockstep.finish()
+    assert result.verdict == verdict
+    if verdict == "DIVERGE":
+        assert result.first is not None
+        assert result.first.difference.field == "logits"
