@@ -8,7 +8,7 @@ PYTHON=${PYTHON:-python3}
 REPORT=${REPORT:-reports}
 COMMIT=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}
 mkdir -p "$REPORT"
-run() { echo "== $*"; "$@"; }
+run() { echo "== $*" >&2; "$@"; }
 cli() { "$PYTHON" -m engine_core.cli "$@"; }
 data=conformance/data
 failed=0

@@ -122,7 +122,7 @@ def lockstep_on_model(
     policy = TokenPolicy(exact=False)
     half = dtype in ("float16", "bfloat16")
     if half:
-        policy = TokenPolicy(exact=False, dense_logits=DenseLogits(DenseLlama(checkpoint, dtype)))
+        policy = TokenPolicy(exact=False, dense=DenseLogits(DenseLlama(checkpoint, dtype)))
     candidate, cache = build_runner(runner, checkpoint, config, MODEL_BLOCKS)
     reference, _ = build_runner(oracle, checkpoint, replace(config, dtype="float32" if half else dtype), MODEL_BLOCKS)
     world = PlanWorld(config, cache, checkpoint.config.vocab_size)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from runner_api import StepRecord
+from runner_api import SchedulerOutput, StepRecord
 from runner_api.checkpoint import Checkpoint
 from runner_api.checkpoint.rope import inverse_frequencies
 
@@ -86,16 +86,19 @@ class DenseLlama:
 
 
 class DenseLogits:
-    """The dense run's logits of each step's logits rows; call it once a step, in order (`TokenPolicy.dense_logits`)."""
+    """The dense run beside a lockstep run (`TokenPolicy.dense`): it is told every plan, and asked once a step."""
 
     def __init__(self, model: DenseLlama) -> None:
         self.model = model
         self._tokens: dict[str, list[int]] = {}
 
-    def __call__(self, record: StepRecord) -> np.ndarray:
-        """float32[L, V]; remembers what the step's tokens were, for the steps after it."""
-        for new in record.plan.scheduled_new_reqs:
+    def observe(self, plan: SchedulerOutput) -> None:
+        """Note the known tokens of new requests; a plan that schedules nothing may bring some too."""
+        for new in plan.scheduled_new_reqs:
             self._tokens[new.req_id] = list(new.prefill_token_ids)
+
+    def logits(self, record: StepRecord) -> np.ndarray:
+        """float32[L, V] of the step's logits rows; notes what was drawn after them."""
         rows = []
         for i, req_id in enumerate(record.req_ids):
             known = self._tokens[req_id]

@@ -7,9 +7,8 @@ logits are rounded and the certificate of `TokenPolicy` says that rounding expla
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -29,20 +28,30 @@ from runner_api import (
 AGREE, DIVERGE = "AGREE", "DIVERGE"
 
 
+class DenseRun(Protocol):
+    """An independent computation of a step's logits (conformance/dense.py)."""
+
+    def observe(self, plan: SchedulerOutput) -> None: ...
+
+    def logits(self, record: StepRecord) -> np.ndarray:
+        """float[L, V]; asked once for each step with a batch."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class TokenPolicy:
     """When two runners may draw different tokens.
 
     exact: never (integer models, given logits). Otherwise a row's logits may differ by at most `relative` of its
-    largest |logit|, or, for low precisions, by `factor` times what `dense_logits(record)` (float[L, V], an
-    independent dense run in that precision) differs from the oracle; and a token may differ if the oracle's score of
+    largest |logit|, or, for low precisions, by `factor` times what the logits of `dense`, an independent dense run in
+    that precision, differ from the oracle; and a token may differ if the oracle's score of
     its own token leads that of the candidate's by at most twice the row's largest logit error.
     """
 
     exact: bool = True
     relative: float = 1e-4
     factor: float = 4.0
-    dense_logits: Callable[[StepRecord], np.ndarray] | None = None
+    dense: DenseRun | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +118,8 @@ class Lockstep:
         if self.result.first is not None:
             return None
         number = self.result.steps
+        if self.policy.dense is not None:
+            self.policy.dense.observe(plan)
         for new in plan.scheduled_new_reqs:
             self._temperature[new.req_id] = new.sampling_params.temperature if new.sampling_params else 0.0
         try:
@@ -179,8 +190,8 @@ class Lockstep:
             return None
         largest = np.abs(reference.logits).max(axis=1)
         self.result.largest_logit_error = max(self.result.largest_logit_error, float((errors / largest).max()))
-        if self.policy.dense_logits is not None:
-            dense = np.abs(self.policy.dense_logits(record).astype(np.float64) - reference.logits).max(axis=1)
+        if self.policy.dense is not None:
+            dense = np.abs(self.policy.dense.logits(record).astype(np.float64) - reference.logits).max(axis=1)
             bound = self.policy.factor * dense
         else:
             bound = self.policy.relative * largest

@@ -11,11 +11,14 @@ import pytest
 
 import conformance
 from conformance.dense import DenseLlama, DenseLogits
+from conformance.driver import RandomDriver
 from conformance.harness import build_runner
 from conformance.lockstep import Lockstep, TokenPolicy
-from runner_api import NewRequestData, RunnerConfig, SchedulerOutput, StepRecord, load_factory
+from conformance.world import PlanWorld
+from runner_api import Capability, NewRequestData, RunnerConfig, SchedulerOutput, StepRecord, load_factory
 from runner_api.checkpoint import Checkpoint, load_checkpoint
 
+CAPABILITIES = frozenset(Capability) - {Capability.DRAFT_LAYOUT, Capability.LOGPROBS}
 CONFIG = RunnerConfig(4, 64, 128, record=frozenset({"logits"}))
 TOKENS = np.random.default_rng(5).integers(0, 512, 30).tolist()
 
@@ -48,7 +51,9 @@ def test_error_is_that_of_the_format(checkpoint: Checkpoint, dtype: str, low: fl
 
 def test_rows_follow_each_request(checkpoint: Checkpoint) -> None:
     record = paged_record(checkpoint)
-    rows = DenseLogits(DenseLlama(checkpoint, "float32"))(record)
+    dense = DenseLogits(DenseLlama(checkpoint, "float32"))
+    dense.observe(record.plan)
+    rows = dense.logits(record)
     assert rows.shape == record.logits.shape
     np.testing.assert_allclose(rows, record.logits, atol=1e-5 * np.abs(record.logits).max())
 
@@ -71,9 +76,28 @@ class Noisy:
         return replace(record, logits=record.logits * (1 + self.relative))
 
 
+def test_the_bound_follows_generated_plans(checkpoint: Checkpoint) -> None:
+    """Chunks, preemptions, resumes and steps without tokens: the dense run always knows every request."""
+    config = replace(CONFIG, max_num_batched_tokens=48, max_model_len=64)
+    policy = TokenPolicy(exact=False, dense=DenseLogits(DenseLlama(checkpoint, "bfloat16")))
+    candidate, cache = build_runner(type("Off", (Noisy,), {"relative": 0.001}), checkpoint, config, 40)
+    oracle, _ = build_runner("cpu", checkpoint, config, 40)
+    world = PlanWorld(config, cache, checkpoint.config.vocab_size)
+    driver = RandomDriver(3, CAPABILITIES, max_prompt=20)
+    lockstep = Lockstep(candidate, oracle, policy)
+    empty = 0
+    for _ in range(300):
+        step = driver.next_step(world)
+        empty += bool(step.plan.scheduled_new_reqs) and step.plan.total_num_scheduled_tokens == 0
+        record = lockstep.step(step.plan, step.descriptor, step.forced)
+        assert record is not None, lockstep.result.first
+        world.observe(record.tokens(), step.drafts_held())
+    assert empty, "no plan added a request without scheduling it"
+
+
 @pytest.mark.parametrize(("relative", "verdict"), [(0.002, "AGREE"), (0.2, "DIVERGE")])
 def test_the_bound_lets_rounding_pass_and_nothing_more(checkpoint: Checkpoint, relative: float, verdict: str) -> None:
-    policy = TokenPolicy(exact=False, dense_logits=DenseLogits(DenseLlama(checkpoint, "bfloat16")))
+    policy = TokenPolicy(exact=False, dense=DenseLogits(DenseLlama(checkpoint, "bfloat16")))
     candidate, _ = build_runner(type("Off", (Noisy,), {"relative": relative}), checkpoint, CONFIG, 8)
     oracle, _ = build_runner("cpu", checkpoint, CONFIG, 8)
     lockstep = Lockstep(candidate, oracle, policy)

@@ -181,11 +181,24 @@ def test_logits_beyond_the_bound_diverge_even_with_equal_tokens() -> None:
     assert pair(nudged(0.001, swap=False), TokenPolicy(exact=False)).step(FIRST) is not None
 
 
+class OffBy:
+    """A dense run whose logits are off by a constant."""
+
+    def __init__(self, logits: np.ndarray, error: float) -> None:
+        self._logits = logits + error
+
+    def observe(self, plan: SchedulerOutput) -> None:
+        """It needs no plans."""
+
+    def logits(self, record: StepRecord) -> np.ndarray:
+        return self._logits
+
+
 def test_low_precision_is_bounded_by_a_dense_run_of_it() -> None:
     exact = pair(CpuModelRunner).step(FIRST)
     assert exact is not None
     for dense_error, agrees in ((0.02, True), (0.005, False)):
-        policy = TokenPolicy(exact=False, dense_logits=lambda record, e=dense_error: exact.logits + e)
+        policy = TokenPolicy(exact=False, dense=OffBy(exact.logits, dense_error))
         lockstep = pair(nudged(0.05, swap=False), policy)
         assert (lockstep.step(FIRST) is not None) == agrees
 
