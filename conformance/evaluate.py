@@ -29,10 +29,12 @@ from conformance.probes import PROBES, Bench
 from conformance.world import PlanWorld
 from runner_api import (
     EMPTY_MODEL_RUNNER_OUTPUT,
+    AsyncModelRunnerOutput,
     Capability,
     ForcedStep,
     KVCacheConfig,
     ModelRunner,
+    ModelRunnerOutput,
     RunnerConfig,
     RunnerInfo,
     StepRecord,
@@ -187,20 +189,29 @@ class StepJudge:
         self.clean = True  # no index law has failed so far
         self.record: StepRecord | None = None
         self.reference: StepRecord | None = None
+        self.handle: AsyncModelRunnerOutput | None = None  # the latest output on its way
 
-    def run_candidate(self, step: PlannedStep, keep_blocks: frozenset[int] | None) -> None:
-        """One whole step on the candidate, its unused memory but `keep_blocks` poisoned first (None: no poison)."""
-        self.record = None
+    def run_candidate(self, step: PlannedStep, keep_blocks: frozenset[int] | None, *, take_output: bool = True) -> None:
+        """One whole step on the candidate, its unused memory but `keep_blocks` poisoned first (None: no poison).
+
+        take_output False: the output stays on its way, in `handle`; the laws are shown what the record says was taken,
+        and who takes the output later compares it with that.
+        """
+        self.record = self.handle = None
         if keep_blocks is not None and Capability.POISON in self.capabilities:
             self.candidate.poison_unused(keep_blocks=keep_blocks)
         done = self.candidate.execute_model(step.plan, descriptor=step.descriptor)
         self.output = self.output_again = None
         if done is None:
-            handle = self.candidate.sample_tokens(forced=self._in_candidates_order(step))
-            self.output, self.output_again = handle.get_output(), handle.get_output()
+            self.handle = self.candidate.sample_tokens(forced=self._in_candidates_order(step))
+            if take_output:
+                self.output, self.output_again = self.handle.get_output(), self.handle.get_output()
         else:
             self.output = done
         self.record = self.candidate.last_step()
+        if done is None and not take_output:
+            tokens = self.record.tokens()
+            self.output = ModelRunnerOutput(self.record.req_ids, tuple(tokens.values()))
 
     def _in_candidates_order(self, step: PlannedStep) -> ForcedStep | None:
         """The imposed outcome by the candidate's own batch order, so that a wrong order is found and not a crash."""

@@ -6,6 +6,7 @@ The failure text names the clause, its law, the batch with the differing cell ma
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import hypothesis.strategies as st
@@ -19,7 +20,7 @@ from conformance.harness import build_runner, factory_of, make_runner
 from conformance.planned_step import WorldRequest
 from conformance.report import batch_table
 from conformance.world import PlanWorld
-from runner_api import Capability, RunnerConfig, WitnessConfig, WitnessGroup
+from runner_api import AsyncModelRunnerOutput, Capability, RunnerConfig, WitnessConfig, WitnessGroup
 from runner_api.protocol import RunnerFactory
 
 VOCAB = 64
@@ -37,21 +38,29 @@ def machine_for(runner: str | RunnerFactory, oracle: str | RunnerFactory = "cpu"
 
     class PlanMachine(RuleBasedStateMachine):
         @initialize(
-            rows=st.integers(1, 6), block_size=st.sampled_from([1, 2, 3, 4, 16]),
-            window=st.none() | st.integers(1, 8), num_blocks=st.integers(12, 40), flip=st.booleans(),
+            rows=st.integers(1, 8) | st.integers(9, 64), block_size=st.integers(1, 6) | st.integers(7, 64),
+            window=st.none() | st.integers(1, 8), num_blocks=st.integers(12, 60), flip=st.booleans(),
+            late=st.booleans(), order=st.randoms(use_true_random=False),
         )  # fmt: skip
-        def start(self, rows: int, block_size: int, window: int | None, num_blocks: int, flip: bool) -> None:
+        def start(
+            self, rows: int, block_size: int, window: int | None, num_blocks: int, flip: bool, late: bool, order: Random
+        ) -> None:
             groups = [WitnessGroup(block_size)]
             if window is not None and {Capability.MULTI_GROUP, Capability.SLIDING_WINDOW} <= offered:
                 groups.append(WitnessGroup(2 * block_size, window))
             config = RunnerConfig(
-                max_num_reqs=rows, max_num_batched_tokens=32, max_model_len=40, record=record_parts(offered),
+                max_num_reqs=rows, max_num_batched_tokens=64, max_model_len=40, record=record_parts(offered),
                 initial_free_rows=tuple(range(rows))[::-1] if flip else None,
             )  # fmt: skip
             size = WorldSize(config, WitnessConfig(groups=tuple(groups)), num_blocks)
             self.candidate, cache = build_runner(candidate_factory, size.model, config, num_blocks)
             reference, _ = build_runner(oracle_factory, size.model, config, num_blocks)
-            self.world = PlanWorld(config, cache, VOCAB)
+            blocks = list(range(1, num_blocks))
+            order.shuffle(blocks)
+            self.world = PlanWorld(config, cache, VOCAB, blocks)
+            # Outputs are taken after the next step; what they must hold is known when their own step ends.
+            self.late = late and Capability.ASYNC_OUTPUT in offered
+            self.on_its_way: tuple[AsyncModelRunnerOutput, dict[str, tuple[int, ...]]] | None = None
             self.judge = StepJudge(self.candidate, reference, size, cache, offered)
 
         @precondition(lambda self: self.world.free_rows)
@@ -125,7 +134,8 @@ def machine_for(runner: str | RunnerFactory, oracle: str | RunnerFactory = "cpu"
         def _step(self, pad_tokens: int, pad_reqs: int | None) -> None:
             padded = Capability.PADDED_BATCH in offered
             step = self.world.close(pad_tokens, pad_reqs) if padded else self.world.close()
-            self.judge.run_candidate(step, self.world.kept_blocks())
+            self.judge.run_candidate(step, self.world.kept_blocks(), take_output=not self.late)
+            self._take_late_output()
             self.judge.run_oracle(step)
             self.judge.observe(self.world, step)
             for clause_id, mismatches in self.judge.laws(step).items():
@@ -135,8 +145,21 @@ def machine_for(runner: str | RunnerFactory, oracle: str | RunnerFactory = "cpu"
                         f"{clause_id} {clause(clause_id).law}\n{batch_table(record, mismatches[0])}\n{mismatches[0]}"
                     )
 
+        def _take_late_output(self) -> None:
+            if self.on_its_way is not None:
+                handle, taken = self.on_its_way
+                given = handle.get_output().tokens()
+                if given != taken:
+                    law = clause("MR-ASYNC-002").law
+                    raise AssertionError(f"MR-ASYNC-002 {law}\ngot {given}, expected {taken}")
+            handle, record = self.judge.handle, self.judge.record
+            self.on_its_way = None
+            if self.late and handle is not None and record is not None:
+                self.on_its_way = (handle, record.tokens())
+
         def teardown(self) -> None:
             if hasattr(self, "candidate"):
+                self._take_late_output()
                 self.candidate.shutdown()
 
     return PlanMachine

@@ -5,18 +5,12 @@ from __future__ import annotations
 import os
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 
-settings.register_profile(
-    "ci",
-    derandomize=True,
-    deadline=None,
-    database=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-settings.register_profile("dev", deadline=None, max_examples=25)
-settings.register_profile("nightly", deadline=None, max_examples=2000)
+from conformance.profiles import PROFILES
+
+for name, profile in PROFILES.items():
+    settings.register_profile(name, profile)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 

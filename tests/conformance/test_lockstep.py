@@ -15,7 +15,7 @@ from conformance.report import batch_table
 from conformance.world import PlanWorld
 from cpu_reference.async_output import AsyncOutput
 from cpu_reference.runner import CpuModelRunner
-from runner_api import CachedRequestData, NewRequestData, RunnerConfig, SchedulerOutput, WitnessConfig
+from runner_api import CachedRequestData, NewRequestData, RunnerConfig, SchedulerOutput, StepRecord, WitnessConfig
 
 CONFIG = RunnerConfig(max_num_reqs=4, max_num_batched_tokens=16, max_model_len=32, record=frozenset({"logits"}))
 FIRST = SchedulerOutput(
