@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 REPORT ?= reports
 
-.PHONY: setup demo test lint types format mutants bench gpu-test gpu-bench clean
+.PHONY: setup demo test lint types format mutants bench peers gpu-test gpu-bench clean
 
 setup: $(READY)
 
@@ -45,6 +45,10 @@ mutants: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/lockstep_speed.py
 	$(BIN)/python benchmarks/decode_speed.py smollm2
+
+# Fetches vLLM's wheel (340 MB, once, into .peers/) and judges its kernels in the interpreter; not part of CI.
+peers: $(READY)
+	TRITON_INTERPRET=1 PYTHONPATH=benchmarks $(BIN)/python -m peers
 
 # On a machine with an NVIDIA GPU whose python3 has torch, triton, pytest and hypothesis; reports go to $(REPORT).
 gpu-test:

@@ -78,6 +78,28 @@ def mutants(subparsers: Any) -> None:
     parser.set_defaults(run=_mutants)
 
 
+def kernels(subparsers: Any) -> None:
+    """`modelrunner kernels check`: compile kernels for GPUs that are not there."""
+    from conformance.kernels_check import SIGNATURES_HELP, TARGETS
+
+    parser = subparsers.add_parser("kernels", help="look at Triton kernels without a GPU")
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    check = actions.add_parser(
+        "check",
+        help="compile every kernel for several targets",
+        description="Compile every entry kernel of the modules for several targets; needs no GPU.",
+        epilog=SIGNATURES_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    check.add_argument(
+        "modules", nargs="*", metavar="MODULE", help="module, package or .py file (default: gpu_backend)"
+    )
+    check.add_argument("--signatures", metavar="FILE", help="how kernels of foreign modules are launched (see below)")
+    check.add_argument("--targets", nargs="+", default=TARGETS, metavar="TARGET", help=f"default: {' '.join(TARGETS)}")
+    check.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    check.set_defaults(run=_kernels_check)
+
+
 def demo(subparsers: Any) -> None:
     """`modelrunner demo`: a real model on two runners, step by step in agreement."""
     parser = subparsers.add_parser(
@@ -120,6 +142,12 @@ def _mutants(args: argparse.Namespace) -> int:
     from conformance.kill_matrix import run_mutants
 
     return run_mutants(args)
+
+
+def _kernels_check(args: argparse.Namespace) -> int:
+    from conformance.kernels_check import run_kernels_check
+
+    return run_kernels_check(args)
 
 
 def _demo(args: argparse.Namespace) -> int:

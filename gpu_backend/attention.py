@@ -10,10 +10,29 @@ import math
 
 import torch
 
-from gpu_backend.triton_support import INTERPRETED, block, entry, launch, tl, triton
+from gpu_backend.triton_support import INTERPRETED, block, entry, launch, signature, tile, tl, triton
+
+_CACHES = "query key_cache value_cache out"
+_INDICES = "block_table query_start_loc seq_lens"
 
 
 @entry
+@signature(
+    {"*fp32": _CACHES, "*i32": _INDICES, "fp32": "scale_log2"},
+    BLOCK_SIZE=16, HEAD_SIZE=64, HEAD_TILE=64, QUERIES_PER_KV=3, WINDOW=0, ROWS=32, KEYS=32, DOT_DTYPE=tl.float32,
+)  # fmt: skip
+@signature(
+    {"*fp16": _CACHES, "*i32": _INDICES, "fp32": "scale_log2"},
+    BLOCK_SIZE=16, HEAD_SIZE=128, HEAD_TILE=128, QUERIES_PER_KV=4, WINDOW=0, ROWS=64, KEYS=64, DOT_DTYPE=tl.float16,
+)  # fmt: skip
+@signature(
+    {"*bf16": _CACHES, "*i32": _INDICES, "fp32": "scale_log2"},
+    BLOCK_SIZE=16, HEAD_SIZE=80, HEAD_TILE=128, QUERIES_PER_KV=1, WINDOW=0, ROWS=16, KEYS=64, DOT_DTYPE=tl.bfloat16,
+)  # fmt: skip
+@signature(
+    {"*bf16": _CACHES, "*i32": _INDICES, "fp32": "scale_log2"},
+    BLOCK_SIZE=32, HEAD_SIZE=128, HEAD_TILE=128, QUERIES_PER_KV=8, WINDOW=512, ROWS=64, KEYS=64, DOT_DTYPE=tl.bfloat16,
+)  # fmt: skip
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
 def _paged_attention_kernel(
     query,
@@ -176,6 +195,6 @@ def _tile_sizes(num_rows: int, queries_per_kv: int, dtype: torch.dtype) -> tuple
     """Rows of a query tile and keys of a key tile; a tile holds at least one whole query."""
     least = block(queries_per_kv)
     if INTERPRETED:
-        return block(num_rows, most=max(256, least), least=least), 256
+        return tile(num_rows, most=max(256, least), least=least), tile(256)
     most = 32 if dtype == torch.float32 else 64  # float32 dots are done in registers, without tensor cores
-    return block(num_rows, most=max(most, least), least=least), most
+    return tile(num_rows, most=max(most, least), least=least), tile(most)

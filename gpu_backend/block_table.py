@@ -15,12 +15,20 @@ import torch
 from gpu_backend.group_tables import device_integers, forget_pointer_table, pointer_table
 from gpu_backend.packed_copy import PackedCopy
 from gpu_backend.staged_write import StagedWriteTensor
-from gpu_backend.triton_support import entry, launch, tile, tl, triton
+from gpu_backend.triton_support import entry, launch, signature, tile, tl, triton
 from runner_api.constants import NULL_BLOCK_ID
 from runner_api.kv_cache import KVCacheConfig
 
 
 @entry
+@signature(
+    {
+        "*i64": "idx_mapping source_pointers out_pointers source_strides out_strides",
+        "*i32": "num_computed_tokens num_blocks block_sizes window_reach",
+    },
+    NULL=NULL_BLOCK_ID,
+    BLOCK=1024,
+)
 @triton.jit(do_not_specialize=["num_blocks_stride", "num_reqs"])
 def _gather_block_tables_kernel(
     idx_mapping, num_computed_tokens, num_blocks, num_blocks_stride, block_sizes, window_reach, num_reqs,

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from gpu_backend.triton_support import block, entry, launch, tile, tl, triton
+from gpu_backend.triton_support import block, entry, launch, signature, tile, tl, triton
 from runner_api.constants import NO_ROW
 
 
@@ -33,6 +33,7 @@ def sort_batch_req_ids(
 
 
 @entry
+@signature({"*i32": "num_scheduled_tokens query_start_loc"}, BLOCK=1024)
 @triton.jit(do_not_specialize=["num_reqs", "size"])
 def _prepare_query_start_loc_kernel(num_scheduled_tokens, num_reqs, query_start_loc, size, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
@@ -55,6 +56,16 @@ def prepare_query_start_loc(num_scheduled_tokens: torch.Tensor, num_reqs: int, q
 
 
 @entry
+@signature(
+    {"*i64": "idx_mapping",
+     "*i32": "query_start_loc all_token_ids prefill_len num_computed_tokens input_ids next_prefill_tokens"},
+    LOOKAHEAD=1, LOOKAHEAD_BLOCK=1, BLOCK=1024,
+)  # fmt: skip
+@signature(
+    {"*i64": "idx_mapping",
+     "*i32": "query_start_loc all_token_ids prefill_len num_computed_tokens input_ids next_prefill_tokens"},
+    LOOKAHEAD=3, LOOKAHEAD_BLOCK=4, BLOCK=1024,
+)  # fmt: skip
 @triton.jit(do_not_specialize=["next_stride"])
 def _prepare_prefill_inputs_kernel(
     idx_mapping, query_start_loc, all_token_ids, all_stride, prefill_len, num_computed_tokens, input_ids,
@@ -111,6 +122,7 @@ def prepare_prefill_inputs(
 
 
 @entry
+@signature({"*i64": "idx_mapping positions", "*i32": "query_start_loc num_computed_tokens seq_lens"}, BLOCK=1024)
 @triton.jit(do_not_specialize=["num_reqs", "max_num_tokens", "max_num_reqs"])
 def _prepare_pos_seq_lens_kernel(
     idx_mapping, query_start_loc, num_computed_tokens, num_reqs, positions, max_num_tokens, seq_lens, max_num_reqs,
@@ -159,6 +171,9 @@ def prepare_pos_seq_lens(
 
 
 @entry
+@signature(
+    {"*i64": "idx_mapping expanded_idx_mapping", "*i32": "cu_num_logits expanded_local_pos"}, NO_ROW=NO_ROW, BLOCK=1024
+)
 @triton.jit(do_not_specialize=["num_reqs", "size"])
 def _expand_idx_mapping_kernel(
     idx_mapping, cu_num_logits, num_reqs, expanded_idx_mapping, expanded_local_pos, size, NO_ROW: tl.constexpr,
@@ -203,6 +218,16 @@ def expand_idx_mapping(
 
 
 @entry
+@signature(
+    {"*i64": "idx_mapping last_sampled_tokens draft_tokens logits_indices",
+     "*i32": "query_start_loc seq_lens prefill_len cu_num_logits input_ids"},
+    LOGITS_BLOCK=8, BLOCK=1024,
+)  # fmt: skip
+@signature(  # no drafts: their table has no columns, and torch gives it a stride of 1
+    {"*i64": "idx_mapping last_sampled_tokens draft_tokens logits_indices",
+     "*i32": "query_start_loc seq_lens prefill_len cu_num_logits input_ids"},
+    draft_stride=1, LOGITS_BLOCK=1, BLOCK=1024,
+)  # fmt: skip
 @triton.jit(do_not_specialize=["num_reqs", "max_num_tokens", "max_num_logits"])
 def _combine_sampled_and_draft_tokens_kernel(
     idx_mapping, query_start_loc, seq_lens, prefill_len, last_sampled_tokens, draft_tokens, draft_stride,
@@ -269,6 +294,7 @@ def combine_sampled_and_draft_tokens(
 
 
 @entry
+@signature({"*i64": "idx_mapping", "*i32": "seq_lens prefill_len cu_num_logits num_sampled num_rejected"}, BLOCK=256)
 @triton.jit(do_not_specialize=["num_reqs"])
 def _count_sampled_and_rejected_kernel(
     idx_mapping, seq_lens, prefill_len, cu_num_logits, num_reqs, num_sampled, num_rejected, BLOCK: tl.constexpr
@@ -308,6 +334,16 @@ def count_sampled_and_rejected(
 
 
 @entry
+@signature(
+    {"*i64": "idx_mapping sampled_token_ids last_sampled_tokens",
+     "*i32": "query_start_loc num_sampled num_rejected total_len all_token_ids num_computed_tokens"},
+    BLOCK=8,
+)  # fmt: skip
+@signature(  # no drafts: one token a request
+    {"*i64": "idx_mapping sampled_token_ids last_sampled_tokens",
+     "*i32": "query_start_loc num_sampled num_rejected total_len all_token_ids num_computed_tokens"},
+    sampled_stride=1, BLOCK=1,
+)  # fmt: skip
 @triton.jit
 def _post_update_kernel(
     idx_mapping, query_start_loc, sampled_token_ids, sampled_stride, num_sampled, num_rejected, last_sampled_tokens,

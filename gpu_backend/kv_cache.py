@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from gpu_backend.triton_support import entry, launch, tile, tl, triton
+from gpu_backend.triton_support import entry, launch, signature, tile, tl, triton
 from runner_api.kv_cache import KVCacheConfig
 
 # One layer: the pair of tensors [num_blocks, block_size, num_kv_heads, head_size] (K, V); for the witness model the
@@ -32,6 +32,10 @@ def allocate_kv_cache(
 
 
 @entry
+@signature({"*fp32": "key value key_cache value_cache", "*i64": "slot_mapping"}, WIDTH=192, BLOCK=1024)
+@signature({"*fp16": "key value key_cache value_cache", "*i64": "slot_mapping"}, WIDTH=1024, BLOCK=1024)
+@signature({"*bf16": "key value key_cache value_cache", "*i64": "slot_mapping"}, WIDTH=1024, BLOCK=1024)
+@signature({"*i64": "key value key_cache value_cache slot_mapping"}, key_stride=1, value_stride=1, WIDTH=1, BLOCK=64)
 @triton.jit(do_not_specialize=["num_tokens"])
 def _reshape_and_cache_kernel(
     key, key_stride, value, value_stride, slot_mapping, key_cache, value_cache, num_tokens, WIDTH: tl.constexpr,

@@ -7,11 +7,19 @@ from collections.abc import Sequence
 import torch
 
 from gpu_backend.group_tables import device_integers, pointer_table
-from gpu_backend.triton_support import entry, launch, tile, tl, triton
+from gpu_backend.triton_support import entry, launch, signature, tile, tl, triton
 from runner_api.constants import PAD_SLOT_ID
 
 
 @entry
+@signature(
+    {
+        "*i64": "idx_mapping positions slot_mappings table_pointers table_strides",
+        "*i32": "query_start_loc block_sizes enabled",
+    },
+    PAD=PAD_SLOT_ID,
+    BLOCK=1024,
+)
 @triton.jit(do_not_specialize=["num_reqs", "max_num_tokens"])
 def _compute_slot_mappings_kernel(
     idx_mapping, query_start_loc, positions, block_sizes, enabled, num_reqs, max_num_tokens, table_pointers,

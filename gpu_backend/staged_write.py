@@ -13,10 +13,12 @@ import numpy as np
 import torch
 
 from gpu_backend.packed_copy import PackedCopy, torch_dtype
-from gpu_backend.triton_support import entry, launch, tile, tl, triton
+from gpu_backend.triton_support import entry, launch, signature, tile, tl, triton
 
 
 @entry
+@signature({"*i32": "indices starts cu_lens contents base"}, BLOCK=1024)
+@signature({"*i32": "indices starts cu_lens", "*fp32": "contents base"}, BLOCK=16, base_stride=1)
 @triton.jit
 def _apply_staged_writes_kernel(indices, starts, contents, cu_lens, base, base_stride, BLOCK: tl.constexpr):
     p = tl.program_id(0)

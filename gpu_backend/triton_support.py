@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +32,10 @@ WIDEST_TILE = 65536 if INTERPRETED else 1024
 KERNEL_LAUNCHES: dict[str, int] = {}
 PROBE_LAUNCHES: dict[str, int] = {}
 
+# The widest tile that a launcher may choose, and no limit by default. A test narrows it, so that loops over tiles run
+# more than once on little data.
+TILE_LIMIT = 65536
+
 K = TypeVar("K")
 
 
@@ -45,6 +49,22 @@ def probe(kernel: K) -> K:
     """Decorate a kernel that no step launches: it exists so that its parts can be looked at. Counted apart."""
     PROBE_LAUNCHES.setdefault(kernel.__name__, 0)  # type: ignore[attr-defined]
     return kernel
+
+
+def signature(types: Mapping[str, str], **constants: Any) -> Callable[[K], K]:
+    """Declare one way in which the host launches a kernel, so that it can be compiled where nothing can be launched.
+
+    types: element type ("i64", "fp32", "*i32" for a pointer to int32) to the names of the arguments that have it;
+    arguments named nowhere are i32. constants: the constexpr parameters, and arguments of a value that a launch
+    compiles into the kernel (a stride of 1). Stack one decorator per way; `modelrunner kernels check` compiles each.
+    """
+
+    def declare(kernel: K) -> K:
+        earlier = getattr(kernel, "compile_signatures", ())
+        kernel.compile_signatures = ({"types": dict(types), "constants": constants}, *earlier)  # type: ignore[attr-defined]
+        return kernel
+
+    return declare
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -92,6 +112,7 @@ class PointerTable:
     def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
         self.tensors = tuple(tensors)  # keeps the memory alive
         self.pointers = torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device=device)  # int64[G]
+        self.pointers.points_to = self.tensors  # a sanitizer learns from it which memory the addresses mean
         self.strides = torch.tensor([t.stride(0) for t in tensors], dtype=torch.int64, device=device)  # int64[G]
 
 
@@ -100,6 +121,9 @@ def block(n: int, most: int = 65536, least: int = 16) -> int:
     return max(least, min(most, triton.next_power_of_2(max(n, 1))))
 
 
-def tile(n: int) -> int:
-    """The tile of a kernel that walks over n elements, as wide as the place where it runs likes it."""
-    return block(n, WIDEST_TILE)
+def tile(n: int, most: int | None = None, least: int = 16) -> int:
+    """The tile of a kernel that walks over n elements, as wide as the place where it runs likes it.
+
+    Where a kernel must see all n at once, take `block`: a tile may be narrower than what it walks over.
+    """
+    return block(n, min(WIDEST_TILE if most is None else most, max(TILE_LIMIT, least)), least)

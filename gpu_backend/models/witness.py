@@ -10,7 +10,7 @@ import torch
 
 from gpu_backend.attn_metadata import AttentionMetadata
 from gpu_backend.kv_cache import LayerCache, reshape_and_cache
-from gpu_backend.triton_support import INTERPRETED, block, entry, launch, tile, tl, triton
+from gpu_backend.triton_support import INTERPRETED, block, entry, launch, signature, tile, tl, triton
 from runner_api import witness as w
 from runner_api.kv_cache import KVCacheSpec
 from runner_api.witness import WitnessConfig
@@ -29,6 +29,14 @@ def mix64(x):
 
 
 @entry
+@signature(
+    {"*i64": "token_cache position_cache hidden", "*i32": "block_table query_start_loc seq_lens"},
+    cache_slot_stride=1, BLOCK_SIZE=16, WINDOW=0, GROUP=0, REQS=64, QUERIES=16, KEYS=64,
+)  # fmt: skip
+@signature(
+    {"*i64": "token_cache position_cache hidden", "*i32": "block_table query_start_loc seq_lens"},
+    cache_slot_stride=1, BLOCK_SIZE=5, WINDOW=7, GROUP=1, REQS=16, QUERIES=16, KEYS=64,
+)  # fmt: skip
 @triton.jit(do_not_specialize=["num_reqs"])
 def _witness_attention_kernel(
     token_cache,
@@ -97,8 +105,8 @@ def witness_attention(
     int32[num_reqs+1]; seq_lens: int32[num_reqs]; hidden: int64[tp], the bits of the twin's uint64.
     Writes: hidden of the batch's tokens.
     """
-    queries = block(len(hidden), most=512 if INTERPRETED else 16)
-    keys = max(16384 // queries, 32) if INTERPRETED else 64
+    queries = tile(len(hidden), most=512 if INTERPRETED else 16)
+    keys = tile(max(16384 // queries, 32) if INTERPRETED else 64)
     launch(
         _witness_attention_kernel, (triton.cdiv(len(hidden), queries),),
         token_cache, position_cache, block_table, query_start_loc, seq_lens, num_reqs, hidden,
@@ -108,6 +116,7 @@ def witness_attention(
 
 
 @entry
+@signature({"*i64": "hidden_states", "*fp32": "logits"}, BLOCK=1024)
 @triton.jit(do_not_specialize=["num_logits", "vocab_size"])
 def _witness_logits_kernel(hidden_states, num_logits, vocab_size, logits, BLOCK: tl.constexpr):
     # Element e of the flat [L, V] run is token e % V of row e // V.

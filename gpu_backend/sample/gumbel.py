@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from gpu_backend.sample.noise import row_words, to_gumbel, to_uniforms, vocab_tiles
-from gpu_backend.triton_support import block, entry, launch, tl, triton
+from gpu_backend.triton_support import block, entry, launch, signature, tl, triton
 
 
 @triton.jit
@@ -42,6 +42,14 @@ def tile_scores(
 
 
 @entry
+@signature(
+    {"*i64": "expanded_idx_mapping positions seeds", "*fp32": "temperature logits scores"},
+    SCHEME="murmur3", ROWS=1, BLOCK=2048,
+)  # fmt: skip
+@signature(
+    {"*i64": "expanded_idx_mapping positions seeds", "*fp32": "temperature logits scores"},
+    SCHEME="philox", ROWS=1, BLOCK=2048,
+)  # fmt: skip
 @triton.jit(do_not_specialize=["num_logits"])
 def _gumbel_scores_kernel(
     expanded_idx_mapping,
@@ -91,6 +99,7 @@ def gumbel_scores(
 
 
 @entry
+@signature({"*fp32": "best_scores", "*i64": "best_tokens sampled"}, TILES=64)
 @triton.jit
 def _first_best_kernel(best_scores, best_tokens, num_tiles, sampled, TILES: tl.constexpr):
     i = tl.program_id(0).to(tl.int64)
@@ -102,6 +111,14 @@ def _first_best_kernel(best_scores, best_tokens, num_tiles, sampled, TILES: tl.c
 
 
 @entry
+@signature(
+    {"*i64": "expanded_idx_mapping positions seeds best_tokens", "*fp32": "temperature logits best_scores"},
+    SCHEME="murmur3", ROWS=1, BLOCK=2048,
+)  # fmt: skip
+@signature(
+    {"*i64": "expanded_idx_mapping positions seeds best_tokens", "*fp32": "temperature logits best_scores"},
+    SCHEME="philox", ROWS=1, BLOCK=2048,
+)  # fmt: skip
 @triton.jit(do_not_specialize=["num_logits"])
 def _gumbel_sample_kernel(
     expanded_idx_mapping,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from gpu_backend.triton_support import INTERPRETED, block, launch, probe, tile, tl, triton
+from gpu_backend.triton_support import INTERPRETED, launch, probe, signature, tile, tl, triton
 
 MASK = tl.constexpr(0xFFFFFFFF)
 PHILOX_A, PHILOX_B = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
@@ -128,6 +128,8 @@ def tile_words(row, token, seeds, positions, num_rows, SCHEME: tl.constexpr):
 
 
 @probe
+@signature({"*i64": "seeds positions", "*u32": "words"}, SCHEME="murmur3", ROWS=1, BLOCK=2048)
+@signature({"*i64": "seeds positions", "*u32": "words"}, SCHEME="philox", ROWS=1, BLOCK=2048)
 @triton.jit(do_not_specialize=["num_rows"])
 def _noise_words_kernel(
     seeds,
@@ -158,6 +160,8 @@ def noise_words(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int, s
 
 
 @probe
+@signature({"*u32": "words", "*fp32": "u"}, SCHEME="murmur3", BLOCK=1024)
+@signature({"*u32": "words", "*fp32": "u"}, SCHEME="philox", BLOCK=1024)
 @triton.jit(do_not_specialize=["num_words"])
 def _uniforms_kernel(words, num_words, u, SCHEME: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -174,6 +178,8 @@ def uniforms(words: torch.Tensor, scheme: str) -> torch.Tensor:
 
 
 @probe
+@signature({"*i64": "seeds positions", "*fp32": "noise"}, SCHEME="murmur3", ROWS=1, BLOCK=2048)
+@signature({"*i64": "seeds positions", "*fp32": "noise"}, SCHEME="philox", ROWS=1, BLOCK=2048)
 @triton.jit(do_not_specialize=["num_rows"])
 def _gumbel_noise_kernel(
     seeds,
@@ -209,6 +215,6 @@ def vocab_tiles(num_rows: int, vocab_size: int) -> tuple[tuple[int, int], dict[s
 
     A compiled program takes part of one row; an interpreted one, which costs the same whatever it holds, many rows.
     """
-    width = block(vocab_size, most=32768 if INTERPRETED else 2048)
-    rows = block(num_rows, most=65536 // width, least=1) if INTERPRETED else 1
+    width = tile(vocab_size, most=32768 if INTERPRETED else 2048)
+    rows = tile(num_rows, most=65536 // width, least=1) if INTERPRETED else 1
     return (triton.cdiv(num_rows, rows), triton.cdiv(vocab_size, width)), {"ROWS": rows, "BLOCK": width}

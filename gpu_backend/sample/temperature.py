@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from gpu_backend.sample.noise import vocab_tiles
-from gpu_backend.triton_support import entry, launch, tl, triton
+from gpu_backend.triton_support import entry, launch, signature, tl, triton
 
 
 @entry
+@signature({"*i64": "expanded_idx_mapping", "*fp32": "temperature logits"}, ROWS=1, BLOCK=2048)
 @triton.jit(do_not_specialize=["num_logits"])
 def _apply_temperature_kernel(
     expanded_idx_mapping,
