@@ -4,9 +4,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+OLD    := .venv-triton36
 REPORT ?= reports
 
-.PHONY: setup demo test lint types format mutants bench peers gpu-test gpu-bench clean
+.PHONY: setup demo test lint types format mutants kernel-mutants bench peers gpu-test gpu-bench clean
 
 setup: $(READY)
 
@@ -27,6 +28,20 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -q
 
+# The kernels and their judge on Triton 3.6, which is what GPU machines often have; its interpreter needs NumPy < 2.4.
+test-triton36: $(OLD)/.ready
+	$(OLD)/bin/python -m pytest -q tests/conformance/test_sanitizer.py tests/conformance/test_faulty_kernels.py \
+	  tests/conformance/test_bfloat16.py tests/gpu_backend tests/test_twins.py
+
+$(OLD)/.ready: pyproject.toml constraints.txt
+	@echo "setting up $(OLD)"
+	@test -x $(OLD)/bin/python || $(PYTHON) -m venv $(OLD)
+	@sed -e 's/^numpy==.*/numpy==2.3.5/' -e 's/^triton==.*/triton==3.6.0/' constraints.txt > $(OLD)/constraints.txt
+	@$(OLD)/bin/python -m pip --disable-pip-version-check --quiet install torch==2.13.0
+	@$(OLD)/bin/python -m pip --disable-pip-version-check --quiet install --constraint $(OLD)/constraints.txt \
+	  --editable ".[gpu,test]"
+	@touch $@
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -42,6 +57,10 @@ format: $(READY)
 mutants: $(READY)
 	$(BIN)/modelrunner mutants
 
+# Small changes of every Triton kernel; survivors are printed. A few minutes.
+kernel-mutants: $(READY)
+	$(BIN)/python -m conformance.kernel_mutants
+
 bench: $(READY)
 	$(BIN)/python benchmarks/lockstep_speed.py
 	$(BIN)/python benchmarks/decode_speed.py smollm2
@@ -55,4 +74,4 @@ gpu-test:
 	PYTHON=$(PYTHON) REPORT=$(REPORT) bash benchmarks/gpu_test.sh
 
 clean:
-	rm -rf $(VENV) .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(OLD) .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

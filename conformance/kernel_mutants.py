@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from conformance.kernel_battery import KernelCase, Outputs, Side, differences, kernel_cases
+from conformance.kernel_equivalents import EQUIVALENT
 from conformance.kernel_mutations import WIDENING, KernelMutant, jit_functions, mutants_of
 from conformance.mutation import mutated
 from runner_api import load_stages
@@ -34,12 +35,10 @@ from runner_api.errors import ConfigError, RunnerError
 from runner_api.loader import runner_names
 
 RUNNER, TWIN = "gpu", "cpu"
+STAGES = "stages:gpu_stages"  # what is loaded of a mutated copy
 ENOUGH_KILLED, MOST_EQUIVALENT = 0.95, 0.03
 # No case takes a second; a mutant that takes longer than this does not end.
 LONGEST = 20.0
-
-# Mutants that no run can tell from the original, by id, with the reason.
-EQUIVALENT: dict[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +98,28 @@ class Battery:
         twin = Side(_package_of(TWIN)[0], load_stages(TWIN), is_twin=True)
         self.cases = kernel_cases()
         self.expected: dict[str, Outputs] = {c.name: c.run(twin) for c in self.cases}
+        self.own = load_stages(RUNNER)
+        # Both bring triton; load_stages has chosen the interpreter by now.
+        from conformance.triton_sanitizer import fast_interpreter, fences
+
+        self.fast_interpreter, self.fences = fast_interpreter, fences
         self.wrong: list[str] = []
-        reached = {c.name: self._launched_by(c) for c in self.cases}
-        importlib.import_module("conformance.triton_sanitizer.fences")  # before the forks
+        with fast_interpreter():
+            reached = {c.name: self._launched_by(c) for c in self.cases}
         functions = [f for text in self.texts.values() for f in jit_functions(text)]
         self.cases_of: dict[str, list[KernelCase]] = {}
         for function in functions:
             entries = _callers(function.name, {f.name: f.calls for f in functions})
             cases = [c for c in self.cases if reached[c.name][0] & entries]
             self.cases_of[function.name] = sorted(cases, key=lambda c: reached[c.name][1])
+        self.wrong += [f"no case reaches {name}" for name, cases in self.cases_of.items() if not cases]
+        self._load_once()
+
+    def _load_once(self) -> None:
+        """Load a copy that is changed by a comment alone: its compiled files serve all that are forked later."""
+        path = f"{STAGES.partition(':')[0]}.py"
+        with mutated(f"{self.package}.{STAGES}", path, self.texts[path], self.texts[path] + "# the same\n") as copy:
+            copy.factory()
 
     def _launched_by(self, case: KernelCase) -> tuple[set[str], float]:
         """Kernels that the unchanged runner launches in this case, and how long that takes."""
@@ -115,7 +127,7 @@ class Battery:
         counts = (support.KERNEL_LAUNCHES, support.PROBE_LAUNCHES)
         before = [dict(c) for c in counts]
         start = time.perf_counter()
-        if error := self.judge(case, Side(self.package, load_stages(RUNNER), is_twin=False)):
+        if error := self.judge(case, Side(self.package, self.own, is_twin=False)):
             self.wrong.append(f"the unchanged kernels fail: {error}")
         launched = {k for old, new in zip(before, counts, strict=True) for k in new if new[k] != old.get(k)}
         return launched, time.perf_counter() - start
@@ -134,18 +146,15 @@ class Battery:
 
     def judge_mutant(self, mutant: KernelMutant) -> str:
         """Put a mutant through its cases: what it was noticed by, or "". Strays end the process."""
-        # Both bring triton; load_stages has chosen the interpreter by now.
-        from conformance.triton_sanitizer import fast_interpreter, fences
-
-        changed = mutated(f"{self.package}.stages:gpu_stages", mutant.path, mutant.original, mutant.source)
-        with fast_interpreter(), changed as copy:
+        changed = mutated(f"{self.package}.{STAGES}", mutant.path, mutant.original, mutant.source)
+        with self.fast_interpreter(), changed as copy:
             stages = copy.factory()
             plain = stages.to_device
             for at_end in (True, False):
-                fences.fence_allocations(at_end)
+                self.fences.fence_allocations(at_end)
                 if not at_end:
-                    fences.reverse_programs()
-                fenced = replace(stages, to_device=lambda a, e=at_end: plain(fences.fenced_copy(a, e)))
+                    self.fences.reverse_programs()
+                fenced = replace(stages, to_device=lambda a, e=at_end: plain(self.fences.fenced_copy(a, e)))
                 for case in self.cases_of[mutant.function]:
                     if found := self.judge(case, Side(copy.alias, fenced, is_twin=False)):
                         return found

@@ -1,4 +1,4 @@
-"""Staged writes, input preparation, block tables and slot mappings of vLLM's V2 runner, against our reference stages.
+"""Staged writes and input preparation of vLLM's V2 runner, against our reference stages.
 
 Tails that vLLM leaves as they were and our stages define are not compared.
 """
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from peers.harness import Arrays, Case, Family, Modules
-from peers.vllm_package import BUFFERS, INPUTS, TABLES
+from peers.vllm_package import BUFFERS, INPUTS
 from runner_api import load_stages
 
 STAGES = load_stages("cpu")
@@ -168,7 +168,7 @@ def run_prefill(modules: Modules, c: Case) -> Arrays:
     return {"input_ids": ids.numpy(), "next_prefill_tokens": following.numpy()}
 
 
-def _pick(c: Case, *names: str, **more: Any) -> dict[str, Any]:
+def stage_arguments(c: Case, *names: str, **more: Any) -> dict[str, Any]:
     """Arguments for a reference stage; idx_mapping in full width."""
     args = {n: c[n] for n in names} | {"num_reqs": c["R"]} | more
     args["idx_mapping"] = np.concatenate([c["idx_mapping"], np.full(c["N"] - c["R"], -1, I64)])
@@ -178,7 +178,9 @@ def _pick(c: Case, *names: str, **more: Any) -> dict[str, Any]:
 def differ_prefill(c: Case, got: Arrays, notes: Counter[str]) -> str:
     names = ("query_start_loc", "all_token_ids", "prefill_len", "num_computed_tokens", "input_ids")
     following = np.zeros((c["lookahead"], c["N"]), I32)
-    return unequal(STAGES.run("prepare_prefill_inputs", **_pick(c, *names, next_prefill_tokens=following)), got)
+    return unequal(
+        STAGES.run("prepare_prefill_inputs", **stage_arguments(c, *names, next_prefill_tokens=following)), got
+    )
 
 
 def run_positions(modules: Modules, c: Case) -> Arrays:
@@ -191,7 +193,7 @@ def run_positions(modules: Modules, c: Case) -> Arrays:
 
 def differ_positions(c: Case, got: Arrays, notes: Counter[str]) -> str:
     out = {"positions": np.zeros(c["T"], I64), "seq_lens": np.zeros(c["N"], I32)}
-    out = STAGES.run("prepare_pos_seq_lens", **_pick(c, "query_start_loc", "num_computed_tokens", **out))
+    out = STAGES.run("prepare_pos_seq_lens", **stage_arguments(c, "query_start_loc", "num_computed_tokens", **out))
     return unequal({"positions": out["positions"][: c["t"]], "seq_lens": out["seq_lens"]}, got)
 
 
@@ -203,7 +205,7 @@ def run_expand(modules: Modules, c: Case) -> Arrays:
 def expanded(c: Case) -> Arrays:
     """Each logits row's row and local position, from the reference."""
     out = {"expanded_idx_mapping": np.zeros(c["L"], I64), "expanded_local_pos": np.zeros(c["L"], I32)}
-    return STAGES.run("expand_idx_mapping", **_pick(c, "cu_num_logits", **out))
+    return STAGES.run("expand_idx_mapping", **stage_arguments(c, "cu_num_logits", **out))
 
 
 def differ_expand(c: Case, got: Arrays, notes: Counter[str]) -> str:
@@ -221,7 +223,7 @@ def run_combine(modules: Modules, c: Case) -> Arrays:
 
 def differ_combine(c: Case, got: Arrays, notes: Counter[str]) -> str:
     names = ("query_start_loc", "seq_lens", "prefill_len", "last_sampled_tokens", "draft_tokens", "cu_num_logits")
-    args = _pick(c, *names, "input_ids", logits_indices=np.zeros(c["L"], I64))
+    args = stage_arguments(c, *names, "input_ids", logits_indices=np.zeros(c["L"], I64))
     out = STAGES.run("combine_sampled_and_draft_tokens", **args)
     return unequal({"input_ids": out["input_ids"][: c["t"]], "logits_indices": out["logits_indices"]}, got)
 
@@ -234,7 +236,9 @@ def run_counts(modules: Modules, c: Case) -> Arrays:
 
 
 def counts(c: Case) -> Arrays:
-    args = _pick(c, "seq_lens", "prefill_len", "cu_num_logits", "num_sampled", num_rejected=np.zeros(c["R"], I32))
+    args = stage_arguments(
+        c, "seq_lens", "prefill_len", "cu_num_logits", "num_sampled", num_rejected=np.zeros(c["R"], I32)
+    )
     return STAGES.run("count_sampled_and_rejected", **args)
 
 
@@ -257,7 +261,7 @@ def run_post_update(modules: Modules, c: Case) -> Arrays:
 def differ_post_update(c: Case, got: Arrays, notes: Counter[str]) -> str:
     n = counts(c)
     names = ("query_start_loc", "sampled_token_ids", "last_sampled_tokens", "total_len", "all_token_ids")
-    expected = STAGES.run("post_update", **_pick(c, *names, "num_computed_tokens", **n))
+    expected = STAGES.run("post_update", **stage_arguments(c, *names, "num_computed_tokens", **n))
     # Token counts and drafts have no stage of ours: every sampled token adds one, every draft row is replaced.
     bins, drafts = c["output_bin_counts"].copy(), c["draft_tokens"].copy()
     for i, row in enumerate(c["idx_mapping"]):
@@ -278,105 +282,6 @@ def differ_advance(c: Case, got: Arrays, notes: Counter[str]) -> str:
     return unequal({"num_computed_tokens": computed}, got)
 
 
-# --- block tables --------------------------------------------------------------------------------------------------
-
-
-def draw_tables(rng: np.random.Generator, size: int) -> Case:
-    """Tables of one to three groups, a batch over them and the dirty rows of an earlier one."""
-    c = draw_batch(rng, size)
-    groups = int(rng.integers(1, 4))
-    c["block_sizes"] = rng.choice([1, 2, 8, 16], groups).tolist() if size < 4 else [1] * groups
-    widths = [-(-c["M"] // b) for b in c["block_sizes"]]
-    c["block_tables"] = [rng.integers(1, 999, (c["N"], w)).astype(I32) for w in widths]
-    c["num_blocks"] = np.stack([rng.integers(1, w + 1, c["N"]) for w in widths]).astype(I32)
-    c["window_reach"] = rng.choice([0, 3, 9], groups).tolist()
-    c["enabled"] = (rng.random(groups) < 0.8).tolist()
-    c["rows"] = int(rng.integers(c["R"], c["N"] + 1))
-    # a request of a captured graph that owns no row
-    c["slot_rows"] = np.where(rng.random(c["R"]) < 0.2, -1, c["idx_mapping"])
-    c["cp"] = 1
-    return c
-
-
-def draw_sharded(rng: np.random.Generator, size: int) -> Case:
-    """As `draw_tables`, with the KV of each request spread over several ranks."""
-    c = draw_tables(rng, size)
-    c["cp"], c["interleave"] = int(rng.choice([2, 4])), int(rng.choice([1, 2]))
-    c["block_sizes"] = [int(rng.choice([2, 8])) for _ in c["block_sizes"]]
-    c["rank"], c["sharded"] = int(rng.integers(0, c["cp"])), (rng.random(len(c["block_sizes"])) < 0.7).tolist()
-    c["block_tables"] = [rng.integers(1, 999, (c["N"], -(-c["M"] // b))).astype(I32) for b in c["block_sizes"]]
-    return c
-
-
-def _tables(modules: Modules, c: Case) -> Any:
-    more = {"cp_size": c["cp"], "cp_rank": c["rank"], "cp_interleave": c["interleave"]} if c["cp"] > 1 else {}
-    tables = modules[TABLES].BlockTables(
-        c["block_sizes"], c["N"], c["T"], [x.shape[1] for x in c["block_tables"]], "cpu",
-        slot_mapping_enabled=c["enabled"], sliding_window_reach=c["window_reach"],
-        dcp_sharded=c.get("sharded"), **more,
-    )  # fmt: skip
-    for table, values in zip(tables.block_tables, c["block_tables"], strict=True):
-        table.gpu.copy_(t(values))
-    tables.block_table_ptrs.points_to = [x.gpu for x in tables.block_tables]
-    tables.input_block_table_ptrs.points_to = tables.input_block_tables
-    tables.num_blocks.np[:] = c["num_blocks"]
-    tables.num_blocks.copy_to_uva()
-    for out in tables.input_block_tables:
-        out.fill_(-7)
-    tables.slot_mappings.fill_(-7)
-    return tables
-
-
-def run_gather(modules: Modules, c: Case) -> Arrays:
-    tables = _tables(modules, c)
-    tables.gather_block_tables(t(c["idx_mapping"]), c["rows"], num_computed_tokens=t(c["num_computed_tokens"]))
-    return {f"table {g}": x.numpy() for g, x in enumerate(tables.input_block_tables)}
-
-
-def differ_gather(c: Case, got: Arrays, notes: Counter[str]) -> str:
-    names = ("num_computed_tokens", "num_blocks", "block_sizes", "window_reach", "block_tables")
-    out = [np.full_like(x, -7) for x in c["block_tables"]]
-    out = STAGES.run("gather_block_tables", **_pick(c, *names, num_rows=c["rows"], input_block_tables=out))
-    return unequal({f"table {g}": x for g, x in enumerate(out["input_block_tables"])}, got)
-
-
-def _positions(c: Case) -> np.ndarray:
-    out = {"positions": np.zeros(c["T"], I64), "seq_lens": np.zeros(c["N"], I32)}
-    return STAGES.run("prepare_pos_seq_lens", **_pick(c, "query_start_loc", "num_computed_tokens", **out))["positions"]
-
-
-def run_slots(modules: Modules, c: Case) -> Arrays:
-    tables = _tables(modules, c)
-    tables.compute_slot_mappings(t(c["slot_rows"]), t(c["query_start_loc"]), t(_positions(c)), c["T"])
-    return {"slot_mappings": tables.slot_mappings.numpy()}
-
-
-def differ_slots(c: Case, got: Arrays, notes: Counter[str]) -> str:
-    names = ("query_start_loc", "block_sizes", "block_tables")
-    out = np.zeros((len(c["block_sizes"]), c["T"]), I64)
-    args = _pick(c, *names, positions=_positions(c), slot_mapping_enabled=c["enabled"], slot_mappings=out)
-    args["idx_mapping"][: c["R"]] = c["slot_rows"]
-    return unequal(STAGES.run("compute_slot_mappings", **args), got)
-
-
-def differ_sharded_slots(c: Case, got: Arrays, notes: Counter[str]) -> str:
-    """Token by token: who owns a position, and where its owner keeps it."""
-    slots = np.full((len(c["block_sizes"]), c["T"]), -1, I64)
-    positions = _positions(c)
-    for g, size in enumerate(c["block_sizes"]):
-        for i, row in enumerate(c["slot_rows"]):
-            for k in range(c["query_start_loc"][i], c["query_start_loc"][i + 1]):
-                p = int(positions[k])
-                if c["sharded"][g]:
-                    lap, within = divmod(p, c["interleave"] * c["cp"])
-                    if within // c["interleave"] != c["rank"]:
-                        continue
-                    p = lap * c["interleave"] + within % c["interleave"]
-                if c["enabled"][g] and row >= 0:
-                    slots[g, k] = int(c["block_tables"][g][row, p // size]) * size + p % size
-    return unequal({"slot_mappings": slots}, got)
-
-
 _ONE_WARP = (
     "A request that draws the same token twice in one step: the count is stored, then read again by the next turn of "
     "the loop, both as scalars. The launch asks for one warp, which the sanitizer does not take into account; threads "
@@ -384,17 +289,19 @@ _ONE_WARP = (
 )
 
 
-def _family(title: str, file: str, kernels: tuple[str, ...], draw: Any, run: Any, differ: Any, **more: Any) -> Family:
+def stage_family(
+    title: str, file: str, kernels: tuple[str, ...], draw: Any, run: Any, differ: Any, **more: Any
+) -> Family:
     oracle = more.pop("oracle", "the NumPy reference stage")
     return Family(title, file, kernels, oracle, draw, run, differ, **more)
 
 
 def _input(title: str, kernel: str, run: Any, differ: Any, **more: Any) -> Family:
-    return _family(title, INPUTS, (kernel,), draw_batch, run, differ, show=show_batch, **more)
+    return stage_family(title, INPUTS, (kernel,), draw_batch, run, differ, show=show_batch, **more)
 
 
 FAMILIES = (
-    _family("staged writes", BUFFERS, ("_apply_write_kernel",), draw_writes, run_writes, differ_writes),
+    stage_family("staged writes", BUFFERS, ("_apply_write_kernel",), draw_writes, run_writes, differ_writes),
     _input("prefill copy", "_prepare_prefill_inputs_kernel", run_prefill, differ_prefill),
     _input("positions and lengths", "_prepare_pos_seq_lens_kernel", run_positions, differ_positions),
     _input("expanded rows", "_expand_idx_mapping_kernel", run_expand, differ_expand),
@@ -407,11 +314,5 @@ FAMILIES = (
     _input(
         "state after a step without sampling", "_post_update_num_computed_tokens_kernel", run_advance, differ_advance,
         oracle="a NumPy formula",
-    ),
-    _family("block table gather", TABLES, ("_gather_block_tables_kernel",), draw_tables, run_gather, differ_gather),
-    _family("slot mappings", TABLES, ("_compute_slot_mappings_kernel",), draw_tables, run_slots, differ_slots),
-    _family(
-        "slot mappings, context parallel", TABLES, ("_compute_slot_mappings_kernel",), draw_sharded, run_slots,
-        differ_sharded_slots, oracle="a formula, token by token",
     ),
 )  # fmt: skip

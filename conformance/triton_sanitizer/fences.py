@@ -21,6 +21,8 @@ _PROT_NONE = 0
 _FILLING = 0x5B
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_kept: list[mmap.mmap] = []
+_plain_empty = torch.empty
 
 
 def fenced_copy(array: np.ndarray, at_end: bool = True) -> np.ndarray:
@@ -46,15 +48,11 @@ def fenced_copy(array: np.ndarray, at_end: bool = True) -> np.ndarray:
     return out
 
 
-_kept: list[mmap.mmap] = []
-
-
 def fence_allocations(at_end: bool = True) -> None:
     """From now on `torch.empty` on the CPU gives fenced memory, filled with garbage."""
-    plain = torch.empty
 
     def empty(*size: Any, dtype: torch.dtype | None = None, device: Any = None, **rest: Any) -> torch.Tensor:
-        tensor = plain(*size, dtype=dtype, device=device, **rest)
+        tensor = _plain_empty(*size, dtype=dtype, device=device, **rest)
         if tensor.device.type != "cpu" or rest or tensor.numel() == 0:
             return tensor
         raw = np.zeros(tensor.numel() * tensor.element_size(), np.uint8)
