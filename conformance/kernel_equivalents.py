@@ -132,6 +132,10 @@ _GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "position.to(tl.uint64) & MASK => (position.to(tl.uint64))"),
     )),
     ("a scalar 0 is spread over the lanes by the first operation", "philox4x32", ("c3 = c0 & 0: c0 & 0 => (0)",)),
+    ("more tiles, in which no lane is on", "_apply_staged_writes_kernel", (
+        "for first in range(0, high - low, BLOCK):: high - low => (high)",
+        "for first in range(0, high - low, BLOCK):: high - low => (high) + (low)",
+    )),
     ("both words give the smallest uniform either way", "to_uniforms", (
         f"{_MAGNITUDE}: signed < 0 => (signed) <= (0)", f"{_MAGNITUDE}: 0 => 1", f"{_MAGNITUDE}: 0 => -1",
     )),
