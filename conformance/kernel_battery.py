@@ -127,7 +127,7 @@ class _Batch:
         self.query_start_loc, self.cu_num_logits = self._starts(scheduled), self._starts(logits)
         self.scheduled = scheduled
         self.t = int(scheduled.sum())
-        self.buffer = self.t + 37
+        self.buffer = self.t + (37 if n > self.r else 0)  # a full batch leaves no room behind its tokens
         self.seq_lens = np.zeros(n, np.int32)
         self.seq_lens[: self.r] = computed + scheduled
 
@@ -376,8 +376,8 @@ def _witness() -> Iterator[KernelCase]:
 
 def _temperature() -> Iterator[KernelCase]:
     rng = np.random.default_rng(11)
-    temperature = np.float32([0, 1, 0.7, 2, 0.01, 1, 1e-3, 3, 0])  # the last is what the twin takes for NO_ROW
-    rows = np.concatenate([[5, 1, NO_ROW, 0], rng.integers(0, 8, 17), [1] * 16, [7, 2, 9]])
+    temperature = np.float32([0.7, 1, 0, 2, 0.01, 1, 1e-3, 3, 0])  # the last is what the twin takes for NO_ROW
+    rows = np.concatenate([[5, 1, NO_ROW, 0], rng.integers(0, 8, 17), [3], [1] * 15, [7, 3, 9]])
     for num_logits in (21, 38):
         yield _stage("apply_temperature", {
             "expanded_idx_mapping": rows, "temperature": temperature, "num_logits": num_logits,
@@ -410,6 +410,9 @@ def _noise() -> Iterator[KernelCase]:
     positions = np.concatenate([edges[::-1], rng.integers(0, 2**40, 10)])
     around = [2**k + d for k in range(32) for d in (-1, 0, 1)] + [2**32 - 2**k for k in range(1, 32)]
     words = np.array(around, np.uint32)
+    # A word whose uniform rounds to 1, where the noise would be infinite: token 148238 of seed 7 at position 29.
+    one = (np.int64([7]), np.int64([29]), 148240, "murmur3")
+    yield _function("noise of a uniform of 1", "sample.noise", "gumbel_noise", *one, bound=_noise_bound, tile=65536)
     for scheme in ("murmur3", "philox"):
         yield _function(f"words {scheme}", "sample.noise", "noise_words", seeds, positions, 37, scheme)
         yield _function(f"uniforms {scheme}", "sample.noise", "uniforms", words, scheme)

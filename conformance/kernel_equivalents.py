@@ -20,6 +20,8 @@ _SEEN = "seen = known[None, :] & (j[None, :] <= position[:, None])"
 _AT = "at = tl.where(own, tl.load(seq_lens + owner, mask=own, other=0) - end + query, -1)"
 _ROW_SLOT = "place += ((index % BLOCK_SIZE) * cache_slot_stride)[None, :]"
 _MAGNITUDE = "magnitude = tl.where(signed < 0, ~signed, signed).to(tl.float32)"
+_DIVISOR = "divisor = tl.where(changes, t, 1.0)[:, None] + tl.zeros_like(x)"
+_TABLE = "table += tl.maximum(row, 0) * tl.load(table_strides + g)"
 _SERIES = "series = u * 0.125 + 0.14285714285714285"
 
 
@@ -91,9 +93,6 @@ _GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("unfinished = tl.load(seq_lens + i, mask=here, other=0) < tl.load(prefill_len + row, mask=here, other=0): "
         "tl.load(prefill_len + row, mask=here, other=0) => tl.load(prefill_len + row)"),
     )),
-    ("any negative number is no slot", "_reshape_and_cache_kernel", (
-        "slot = tl.load(slot_mapping + token, mask=token < num_tokens, other=-1): 1 => 2",
-    )),
     ("any position below 0 sees no key", _WITNESS, (f"{_AT}: 1 => 2",)),
     ("one more tile at most, in which no query sees a key", _WITNESS, (
         "for first_key in range(0, tl.max(at, 0) + 1, KEYS):: 1 => 2",
@@ -104,9 +103,6 @@ _GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("keys that are not seen are read from the null block, which is there, and left out of the sum", _WITNESS, (
         _without_mask(_TOKEN), _without_mask(_POSITION),
     )),
-    ("any negative number is no row", "tile_scores", (
-        "row = tl.load(expanded_idx_mapping + i, mask=i < num_logits, other=-1): 1 => 2",
-    )),
     ("noise is computed for a tile that needs none, and hidden by `where`", "tile_scores", (
         ("if tl.max(random.to(tl.int32), 0) > 0:: tl.max(random.to(tl.int32), 0) > 0 => "
         "(tl.max(random.to(tl.int32), 0)) >= (0)"),
@@ -115,12 +111,6 @@ _GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("the noise of greedy rows is hidden by `where`", "tile_scores", (
         _other("seed = tl.load(seeds + row, mask=random, other=0)"),
         _other("position = tl.load(positions + i, mask=random, other=0)"),
-    )),
-    ("the interpreter takes the first of equals in any case; a GPU shows it", "_first_best_kernel", (
-        "first = tl.argmax(scores, 0, tie_break_left=True): True => False",
-    )),
-    ("the interpreter takes the first of equals in any case; a GPU shows it", "_gumbel_sample_kernel", (
-        "best, first = tl.max(scores, 1, return_indices=True, return_indices_tie_break_left=True): True => False",
     )),
     ("a cast to uint32 keeps the low 32 bits by itself", "philox4x32", (
         "k0, k1 = (key & MASK).to(tl.uint32), (key >> 32).to(tl.uint32): key & MASK => (key)",
@@ -135,6 +125,38 @@ _GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("more tiles, in which no lane is on", "_apply_staged_writes_kernel", (
         "for first in range(0, high - low, BLOCK):: high - low => (high)",
         "for first in range(0, high - low, BLOCK):: high - low => (high) + (low)",
+    )),
+    ("at 1/8 the series and the logarithm are equally good", "to_gumbel", (
+        "return -tl.log(tl.where(u < 0.125, series, exact)): u < 0.125 => (u) <= (0.125)",
+    )),
+    ("rows behind the last one are not stored", "tile_words", (
+        _other("seed = tl.load(seeds + row, mask=row < num_rows, other=0)"),
+        _other("position = tl.load(positions + row, mask=row < num_rows, other=0)"),
+    )),
+    ("dividing by 1 changes nothing", "_apply_temperature_kernel", (
+        "changes = (t != 0.0) & (t != 1.0): 1.0 => 0.0",
+        "changes = (t != 0.0) & (t != 1.0): (t != 0.0) & (t != 1.0) => (t != 0.0)",
+    )),
+    ("a row without a request gets temperature 1, which changes nothing either", "_apply_temperature_kernel", (
+        _other("t = tl.load(temperature + row, mask=row >= 0, other=0.0)", "0.0"),
+    )),
+    ("a tile in which nothing changes is loaded, and not stored", "_apply_temperature_kernel", (
+        ("if tl.max(changes.to(tl.int32), 0) > 0:: tl.max(changes.to(tl.int32), 0) > 0 => "
+        "(tl.max(changes.to(tl.int32), 0)) >= (0)"),
+        "if tl.max(changes.to(tl.int32), 0) > 0:: 0 => -1",
+    )),
+    ("zeros only spread the divisor, and rows that do not change are not stored", "_apply_temperature_kernel", (
+        f"{_DIVISOR}: tl.where(changes, t, 1.0)[:, None] + tl.zeros_like(x) => (tl.where(changes, t, 1.0)[:, None])",
+        (f"{_DIVISOR}: tl.where(changes, t, 1.0)[:, None] + tl.zeros_like(x) => "
+        "(tl.where(changes, t, 1.0)[:, None]) - (tl.zeros_like(x))"),
+        f"{_DIVISOR}: 1.0 => 2.0", f"{_DIVISOR}: 1.0 => 0.0",
+    )),
+    ("the table of a request without a row is not read", "_compute_slot_mappings_kernel", (
+        f"{_TABLE}: tl.maximum(row, 0) => (row)", f"{_TABLE}: 0 => -1",
+    )),
+    ("lanes behind the end are not stored, those without slots are set to PAD", "_compute_slot_mappings_kernel", (
+        _other("position = tl.load(positions + k, mask=k < end, other=0)"),
+        _other("block = tl.load(table + block_index, mask=k < read_end, other=0).to(tl.int64)"),
     )),
     ("both words give the smallest uniform either way", "to_uniforms", (
         f"{_MAGNITUDE}: signed < 0 => (signed) <= (0)", f"{_MAGNITUDE}: 0 => 1", f"{_MAGNITUDE}: 0 => -1",

@@ -28,7 +28,7 @@ import numpy as np
 
 from conformance.kernel_battery import KernelCase, Outputs, Side, differences, kernel_cases
 from conformance.kernel_equivalents import EQUIVALENT
-from conformance.kernel_mutations import WIDENING, KernelMutant, jit_functions, mutants_of
+from conformance.kernel_mutations import TIE, WIDENING, KernelMutant, jit_functions, mutants_of
 from conformance.mutation import mutated
 from runner_api import load_stages
 from runner_api.errors import ConfigError, RunnerError
@@ -41,10 +41,16 @@ ENOUGH_KILLED, MOST_EQUIVALENT = 0.95, 0.03
 LONGEST = 20.0
 
 
+# Kinds of mutants that are counted apart where nothing shows them.
+UNSEEN = {
+    WIDENING: "only offsets past 2^31 show it, which need more memory than a test has",
+    TIE: "the interpreter takes the first of equals in any case",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What became of a mutant: "killed", "survived", "equivalent" (declared) or "unseen" (needs more memory than a
-    test has: a removed widening that still gives the same numbers)."""
+    """What became of a mutant: "killed", "survived", "equivalent" (declared) or "unseen" (of a kind in `UNSEEN`)."""
 
     mutant: KernelMutant
     fate: str
@@ -76,7 +82,7 @@ class Report:
         counts = Counter(f.fate for f in self.fates)
         return {
             "total": len(self.fates), "killed": counts["killed"], "equivalent": counts["equivalent"],
-            "unseen_widenings": counts["unseen"], "score": round(self.score, 4), "seconds": round(self.seconds, 1),
+            "unseen": counts["unseen"], "score": round(self.score, 4), "seconds": round(self.seconds, 1),
             "wrong": list(self.wrong),
             "survivors": [
                 {"id": f.mutant.id, "path": f.mutant.path, "line": f.mutant.line, "kind": f.mutant.kind}
@@ -209,8 +215,8 @@ def run_mutants(
                 wrong.append(f"declared equivalent, but noticed: {mutant.id} ({why})")
         elif declared:
             fate = Fate(mutant, "equivalent", declared)
-        elif mutant.kind == WIDENING:
-            fate = Fate(mutant, "unseen", "needs offsets past 2^31")
+        elif mutant.kind in UNSEEN:
+            fate = Fate(mutant, "unseen", UNSEEN[mutant.kind])
         else:
             fate = Fate(mutant, "survived", "noticed by no case")
         fates.append(fate)
@@ -297,7 +303,7 @@ def _print_summary(report: Report) -> None:
     by_kind = Counter(f.mutant.kind for f in report.of("survived"))
     print(
         f"\n{counts['killed']} of {len(report.fates)} mutants killed, {counts['survived']} survived, "
-        f"{counts['equivalent']} declared equivalent, {counts['unseen']} widenings unseen: "
+        f"{counts['equivalent']} declared equivalent, {counts['unseen']} unseen: "
         f"score {report.score:.1%} in {report.seconds:.0f} s"
     )
     if by_kind:

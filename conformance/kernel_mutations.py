@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 COMPARISON, CONSTANT, TERM, OPERATOR = "comparison", "constant", "dropped term", "operator"
 OFFSET, MASK, OTHER, POINTER = "offset", "mask", "other", "swapped pointer"
-EXTREME, BRANCH, STATEMENT, WIDENING = "min/max", "where", "dropped statement", "widening"
+EXTREME, BRANCH, STATEMENT, WIDENING, TIE = "min/max", "where", "dropped statement", "widening", "tie"
 
 _COMPARISONS = {
     ast.Lt: ("<=", ">="), ast.LtE: ("<", ">"), ast.Gt: (">=", "<="), ast.GtE: (">", "<"), ast.Eq: ("!=",),
@@ -203,9 +203,11 @@ class _Mutator:
 
     def _of_constant(self, node: ast.Constant) -> Iterator[tuple[str, str]]:
         above = self.parent[node]
-        if isinstance(above, ast.keyword):
+        if isinstance(above, ast.UnaryOp):
+            above = self.parent[above]
+        if isinstance(above, ast.keyword):  # `other` is changed with its load
             if isinstance(node.value, bool) and "tie_break" in (above.arg or ""):
-                yield CONSTANT, str(not node.value)
+                yield TIE, str(not node.value)
             return
         if isinstance(node.value, bool) or not isinstance(node.value, int | float):
             if node.value == "-inf":
