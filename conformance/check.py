@@ -38,7 +38,16 @@ def run_check(args: argparse.Namespace) -> int:
     """The command. Returns 0 if the runner agrees, 1 if it diverges."""
     if args.steps < 1:
         raise ConfigError("nothing would be tested", field="--steps", got=args.steps, expected=">= 1")
+    if args.seed < 0:
+        raise ConfigError("a seed is not negative", field="--seed", got=args.seed, expected=">= 0")
+    if args.dtype is not None and not args.model:
+        raise ConfigError(
+            "the witness model computes in integers", field="--dtype", got=args.dtype, expected="--model beside it",
+            hint="Add --model PATH, or leave --dtype out",
+        )  # fmt: skip
+    dtype = args.dtype or "float32"
     runner, oracle = factory_of(args.runner), factory_of(args.against)
+    make_runner(oracle, RunnerConfig(max_num_reqs=2))
     info = make_runner(runner, RunnerConfig(max_num_reqs=2)).describe()
     report: dict[str, Any] = {
         "runner": info.line(), "spec_version": SPEC_VERSION, "seed": args.seed, "against": args.against,
@@ -49,11 +58,11 @@ def run_check(args: argparse.Namespace) -> int:
         _add_clauses(report, evaluation)
         results = [("witness", lockstep_on_worlds(runner, oracle, args.steps, args.seed))]
         if args.model:
-            result = lockstep_on_model(runner, oracle, args.model, args.steps, args.seed, args.dtype)
+            result = lockstep_on_model(runner, oracle, args.model, args.steps, args.seed, dtype)
             results.append((args.model, result))
         report["lockstep"] = [_lockstep_entry(name, result) for name, result in results]
         if args.model:
-            report["lockstep"][1]["dtype"] = args.dtype
+            report["lockstep"][1]["dtype"] = dtype
         agreed = evaluation.passed and all(result.verdict == AGREE for _, result in results)
     else:
         agreed = False

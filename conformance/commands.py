@@ -21,8 +21,8 @@ def check(subparsers: Any) -> None:
     parser.add_argument("--against", default="cpu", metavar="ORACLE", help="the runner to compare with (default: cpu)")
     parser.add_argument("--model", metavar="PATH", help="also lockstep on this checkpoint (a folder, or smollm2)")
     parser.add_argument(
-        "--dtype", choices=("float64", "float32", "float16", "bfloat16"), default="float32",
-        help="what the runner computes the model in (default: float32)",
+        "--dtype", choices=("float64", "float32", "float16", "bfloat16"),
+        help="with --model: what the runner computes it in (default: float32)",
     )  # fmt: skip
     parser.add_argument("--steps", type=int, default=200, help="steps of the lockstep run (default: 200)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the generated plans (default: 0)")
@@ -117,6 +117,7 @@ def demo(subparsers: Any) -> None:
         help="tokens of each answer for which the runner goes along (default: 8 without a GPU, all with one)",
     )  # fmt: skip
     parser.add_argument("--fault", metavar="NAME", help="plant a fault in the runner's source: slot_mapping, …")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(run=_demo)
 
 

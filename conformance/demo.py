@@ -8,14 +8,17 @@ wrong expression in the Triton runner's source, to show that it is found.
 from __future__ import annotations
 
 import argparse
+import json
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
 from conformance.lockstep import AGREE, DIVERGE, LockstepResult, TokenPolicy
 from conformance.mutation import mutated
 from conformance.paired import Diverged, PairedRunner
 from engine_core.llm import LLM
 from runner_api import (
+    ConfigError,
     ModelRunner,
     RunnerConfig,
     RunnerFactory,
@@ -23,8 +26,11 @@ from runner_api import (
     StepRecord,
     UnknownNameError,
     WitnessConfig,
+    load_factory,
     load_runner,
 )
+from runner_api.checkpoint import load_checkpoint, resolve_model
+from runner_api.loader import kernel_launches
 
 PROMPTS = ("What is the capital of France?", "Write one sentence about the sea.")
 TOKENS_WITHOUT_GPU = 8
@@ -60,100 +66,117 @@ WITNESS_PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2], [2, 7, 1
 
 
 def run_demo(args: argparse.Namespace) -> int:
-    """Two models, each on both runners; ends on a verdict. Exit code 0 agree, 1 diverge."""
+    """Two models, each on both runners; ends on a verdict. Exit code 0 agree, 1 diverge; misuse is raised at once."""
+    for name in ("max_tokens", "compare_tokens"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError("nothing would be compared", field=option, got=value, expected=">= 1")
+    if args.fault and args.fault not in FAULTS:
+        raise UnknownNameError("fault", args.fault, FAULTS, field="--fault")
+    load_factory(args.against)
+    load_factory(args.runner)
+    load_checkpoint(resolve_model(args.model))
     with ExitStack() as stack:
         factory: str | RunnerFactory = args.runner
+        demo = _Demo(args)
         if args.fault:
-            if args.fault not in FAULTS:
-                raise UnknownNameError("fault", args.fault, FAULTS, field="--fault")
             fault = FAULTS[args.fault]
             factory = stack.enter_context(mutated(args.runner, fault.path, fault.old, fault.new)).factory
-            print(f"planted in {args.runner}, {fault.path}: {fault.story}")
-        demo = _Demo(args, factory)
+            demo.say(f"planted in {args.runner}, {fault.path}: {fault.story}")
         try:
-            demo.witness()
-            demo.real_model()
+            demo.witness(factory)
+            demo.real_model(factory)
         except Diverged as e:
-            print(f"\nfirst divergence at {e.divergence}\n")
+            demo.say(f"\nfirst divergence at {e.divergence}\n")
         return demo.verdict()
 
 
 class _Demo:
-    """The pairs that ran, and what was compared in all."""
+    """The pairs that ran, and what was compared in all. With --json nothing is printed before the end."""
 
-    def __init__(self, args: argparse.Namespace, factory: str | RunnerFactory) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.factory = factory
         self.pairs: list[PairedRunner] = []
+        self.answers: list[dict[str, str]] = []
         self._launched_before: dict[str, int] = {}
 
-    def witness(self) -> None:
+    def say(self, *lines: str) -> None:
+        if not self.args.json:
+            print(*lines, sep="\n", flush=True)
+
+    def witness(self, factory: str | RunnerFactory) -> None:
         """A model of integers whose tokens show every index; with random draws, since its logits are exact."""
-        print("\nthe witness model: integers only, so every token must be the same")
+        self.say("\nthe witness model: integers only, so every token must be the same")
         params = [SamplingParams(temperature=t, seed=7, max_tokens=6) for t in (0.0, 0.8)]
-        build = self._build(TokenPolicy(exact=True), None)
+        build = self._build(factory, TokenPolicy(exact=True), None)
         with LLM(WitnessConfig(), build, max_num_reqs=8, max_model_len=64, max_num_batched_tokens=16) as llm:
             llm.generate(list(WITNESS_PROMPTS), params)
 
-    def real_model(self) -> None:
-        print(f"\n{self.args.model}: floats, so a token may differ where rounding explains it")
+    def real_model(self, factory: str | RunnerFactory) -> None:
+        self.say(f"\n{self.args.model}: floats, so a token may differ where rounding explains it")
         params = SamplingParams(temperature=0.0, max_tokens=self.args.max_tokens)
         prompts = self.args.prompts or list(PROMPTS)
-        build = self._build(TokenPolicy(exact=False), self.args.compare_tokens)
+        build = self._build(factory, TokenPolicy(exact=False), self.args.compare_tokens)
         with LLM(self.args.model, build, max_num_reqs=8, max_model_len=1024, enable_prefix_caching=False) as llm:
             outputs = llm.generate(prompts, params, chat=True)
         for prompt, output in zip(prompts, outputs, strict=True):
-            print(f"\n> {prompt}\n{output.text.strip()}")
-        print()
+            self.answers.append({"prompt": prompt, "text": output.text.strip()})
+            self.say(f"\n> {prompt}\n{output.text.strip()}")
+        self.say("")
 
-    def _build(self, policy: TokenPolicy, most_tokens: int | None) -> RunnerFactory:
+    def _build(self, factory: str | RunnerFactory, policy: TokenPolicy, most_tokens: int | None) -> RunnerFactory:
         def build(config: RunnerConfig) -> ModelRunner:
             config = replace(config, record=frozenset({"logits"}))
-            candidate, oracle = load_runner(self.factory, config), load_runner(self.args.against, config)
+            candidate, oracle = load_runner(factory, config), load_runner(self.args.against, config)
             info = candidate.describe()
             if not self.pairs:
-                self._launched_before = _launches(candidate)
-                print(oracle.describe().line(), info.line(), sep="\n")
+                self._launched_before = kernel_launches(candidate)
+                self.say(oracle.describe().line(), info.line())
             most = most_tokens
             if most is None and not policy.exact and not info.device.startswith("cuda"):
                 most = TOKENS_WITHOUT_GPU
-                print(f"kernels are interpreted here, so {info.name} goes along for {most} tokens of each answer")
-            pair = PairedRunner(candidate, oracle, policy=policy, most_tokens=most, observer=_print_step)
+                self.say(f"kernels are interpreted here, so {info.name} goes along for {most} tokens of each answer")
+            pair = PairedRunner(candidate, oracle, policy=policy, most_tokens=most, observer=self._step)
             self.pairs.append(pair)
             return pair
 
         return build
 
+    def _step(self, number: int, record: StepRecord, seconds: float, result: LockstepResult) -> None:
+        tokens = sum(len(t) for t in record.tokens().values())
+        error = f"  largest logit error {result.largest_logit_error:.1e}" if result.largest_logit_error else ""
+        self.say(
+            f"step {number:3}: {record.num_reqs} requests, {record.num_tokens:3} tokens in, {tokens} out; "
+            f"{result.elements:6} elements equal so far{error}  ({seconds:.2f} s)"
+        )
+
     def verdict(self) -> int:
-        """Print what each kernel was launched for, then the verdict; a kernel that never ran was not compared."""
+        """Tell what each kernel was launched for, then the verdict; a kernel that never ran was not compared."""
         total = LockstepResult()
         for pair in self.pairs:
             result = pair.lockstep.finish()
             for name in ("steps", "fields", "elements", "tokens", "near_ties"):
                 setattr(total, name, getattr(total, name) + getattr(result, name))
             total.first = total.first or result.first
-        counted = _launches(self.pairs[-1].candidate) if self.pairs else {}
-        launches = {name: count - self._launched_before.get(name, 0) for name, count in counted.items()}
-        for name, count in sorted(launches.items()):
-            print(f"launches of {name.strip('_'):45} {count:6}")
-        idle = [name for name, count in launches.items() if count == 0]
-        if idle and total.first is None:
-            print(f"verdict: {DIVERGE} never launched, so not compared: {', '.join(sorted(idle))}")
-            return 1
-        print(total.line())
-        return 0 if total.verdict == AGREE else 1
+        counted = kernel_launches(self.pairs[-1].candidate) if self.pairs else {}
+        launches = {name.strip("_"): n - self._launched_before.get(name, 0) for name, n in sorted(counted.items())}
+        idle = [name for name, count in launches.items() if count == 0] if total.first is None else []
+        verdict = DIVERGE if idle else total.verdict
+        self.say(*(f"launches of {name:45} {count:6}" for name, count in launches.items()))
+        if idle:
+            self.say(f"verdict: {DIVERGE} never launched, so not compared: {', '.join(idle)}")
+        else:
+            self.say(total.line())
+        if self.args.json:
+            print(json.dumps(self._json(total, launches, verdict), indent=2, default=str))
+        return 0 if verdict == AGREE else 1
 
-
-def _launches(runner: ModelRunner) -> dict[str, int]:
-    """Launches of each kernel in this process so far; empty for a runner that has no kernels."""
-    return dict(getattr(runner, "kernel_launches", dict)())
-
-
-def _print_step(number: int, record: StepRecord, seconds: float, result: LockstepResult) -> None:
-    tokens = sum(len(t) for t in record.tokens().values())
-    error = f"  largest logit error {result.largest_logit_error:.1e}" if result.largest_logit_error else ""
-    print(
-        f"step {number:3}: {record.num_reqs} requests, {record.num_tokens:3} tokens in, {tokens} out; "
-        f"{result.elements:6} elements equal so far{error}  ({seconds:.2f} s)",
-        flush=True,
-    )
+    def _json(self, total: LockstepResult, launches: dict[str, int], verdict: str) -> dict[str, Any]:
+        pair = self.pairs[-1] if self.pairs else None
+        return {
+            "runners": [] if pair is None else [r.describe().line() for r in (pair.oracle, pair.candidate)],
+            "model": self.args.model, "steps": total.steps, "elements": total.elements, "tokens": total.tokens,
+            "near_ties": total.near_ties, "launches": launches, "answers": self.answers, "verdict": verdict,
+            "first": None if total.first is None else str(total.first),
+        }  # fmt: skip

@@ -95,7 +95,7 @@ class RandomDriver:
             self._extend(world)
             self._add_some(world)
         elif random.random() < 0.4 and world.free_rows:
-            world.add(self._prompt(world), 0, self._params(), self._seed())
+            world.add(self._prompt(world), 0, self._params(world), self._seed())
         step = world.close(*self._padding(world))
         if world.config.num_speculative_tokens and step.plan.total_num_scheduled_tokens:
             step = PlannedStep(step.plan, step.descriptor, step.truth, draw_outcome(world, step, random))
@@ -143,7 +143,7 @@ class RandomDriver:
         random = self.random
         while world.free_rows and world.budget and random.random() < 0.7:
             sources, kind = world.hit_sources(), random.random()
-            params, seed, chunk = self._params(), self._seed(), self._chunk(world)
+            params, seed, chunk = self._params(world), self._seed(), self._chunk(world)
             tail = self._tokens(world, int(random.integers(1, 6)))
             if sources and kind < 0.25:
                 source = sources[int(random.integers(len(sources)))]
@@ -171,8 +171,11 @@ class RandomDriver:
     def _chunk(self, world: PlanWorld) -> int:
         return int(self.random.integers(1, max(world.config.max_num_batched_tokens // 2, 2)))
 
-    def _params(self) -> SamplingParams:
-        return self.palette[int(self.random.integers(len(self.palette)))]
+    def _params(self, world: PlanWorld) -> SamplingParams:
+        """Where drafts may be scheduled nobody asks for log probabilities: the two exclude each other in a step."""
+        drafts = world.config.num_speculative_tokens > 0
+        choice = [p for p in self.palette if not (drafts and p.logprobs is not None)]
+        return choice[int(self.random.integers(len(choice)))]
 
     def _seed(self) -> int:
         return int(self.random.integers(-(2**63), 2**63 - 1))

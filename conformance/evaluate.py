@@ -81,9 +81,9 @@ class Evaluation:
 
     @property
     def passed(self) -> bool:
-        """No MUST with a mismatch, no exception, and at least one clause tested."""
-        broken = [c for c in self.failed if load_clauses()[c].level == "MUST"]
-        return not broken and not self.errors and bool(self.tested)
+        """No exception, and every MUST that applies was tested and has no mismatch."""
+        broken = [c for c in [*self.failed, *self.untested] if load_clauses()[c].level == "MUST"]
+        return not broken and not self.errors
 
     def note(self, found: Mapping[str, Iterable[Mismatch]]) -> None:
         for clause_id, mismatches in found.items():

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from runner_api import KVCacheConfig, ModelRunner, RunnerConfig, group_kv_cache_specs, load_factory, load_runner
+from runner_api import KVCacheConfig, ModelRunner, RunnerConfig, group_kv_cache_specs, load_factory
+from runner_api.loader import call_factory
 from runner_api.protocol import RunnerFactory
 
 
 def make_runner(runner: str | RunnerFactory, config: RunnerConfig) -> ModelRunner:
     """A runner without a model; `runner` is a name, `package.module:factory`, or the factory itself."""
-    return load_runner(runner, config) if isinstance(runner, str) else runner(config)
+    return call_factory(runner, config)
 
 
 def factory_of(runner: str | RunnerFactory) -> RunnerFactory:
     """The factory behind a name; looking one up costs more than building a small runner."""
-    return load_factory(runner) if isinstance(runner, str) else runner
+    return load_factory(runner)
 
 
 def kv_cache_config_for(runner: ModelRunner, num_blocks: int) -> KVCacheConfig:

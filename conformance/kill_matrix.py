@@ -11,7 +11,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -20,7 +19,7 @@ from typing import Any
 
 from conformance.mutants import KINDS, MUTANTS, Mutant
 from conformance.mutation import mutated
-from runner_api.errors import RunnerError, UnknownNameError
+from runner_api.errors import ConfigError, UnknownNameError
 
 # A mutant that is not noticed with the plans of the first seed gets the next ones.
 SEEDS = (0, 1, 2)
@@ -176,19 +175,19 @@ def _spread(tasks: list[Any], jobs: int) -> Iterable[Verdict]:
 
 
 def run_mutants(args: argparse.Namespace) -> int:
-    """Body of `modelrunner mutants`: 0 = all killed, 1 = some survive or the unchanged runner fails, 2 = misuse."""
-    by_id = {m.id: m for m in MUTANTS.get(args.runner, ())}
+    """The command: 0 = all killed, 1 = some survive or the unchanged runner fails. Misuse is raised."""
+    if args.runner not in MUTANTS:
+        raise UnknownNameError("runner with mutants", args.runner, MUTANTS, field="--runner")
+    if args.jobs is not None and args.jobs < 1:
+        raise ConfigError("no process", field="--jobs", got=args.jobs, expected=">= 1")
+    by_id = {m.id: m for m in MUTANTS[args.runner]}
+    chosen = None
+    if args.only:
+        if args.only not in by_id:
+            raise UnknownNameError("mutant", args.only, by_id, field="--only")
+        chosen = [by_id[args.only]]
     progress = None if args.json else _print_verdict
-    try:
-        chosen = None
-        if args.only:
-            if args.only not in by_id:
-                raise UnknownNameError("mutant", args.only, by_id)
-            chosen = [by_id[args.only]]
-        matrix = run_matrix(args.runner, mutants=chosen, jobs=args.jobs, progress=progress)
-    except RunnerError as e:
-        print(f"modelrunner mutants: {e}", file=sys.stderr)
-        return 2
+    matrix = run_matrix(args.runner, mutants=chosen, jobs=args.jobs, progress=progress)
     if args.json:
         print(json.dumps(matrix.as_json(), indent=1))
     else:

@@ -15,6 +15,7 @@ import numpy as np
 
 from conformance.context import MOST_MISMATCHES, Mismatch, StepContext
 from runner_api import EMPTY_MODEL_RUNNER_OUTPUT
+from runner_api.record_check import INTEGER_ARRAYS, field_fault
 
 Found = list[Mismatch] | None
 LawFunction = Callable[[StepContext], Found]
@@ -68,10 +69,17 @@ def arrays_have_their_shapes(c: StepContext) -> Found:
     }  # fmt: skip
     found = []
     for name, shape in shapes.items():
-        value = getattr(c.record, name)
-        if not isinstance(value, np.ndarray) or value.shape != shape or value.dtype.kind != "i":
+        value, dtype = getattr(c.record, name), np.dtype(INTEGER_ARRAYS[name][0])
+        if not isinstance(value, np.ndarray) or value.shape != shape or value.dtype != dtype:
             got = f"{getattr(value, 'dtype', type(value).__name__)}{list(np.shape(value))}"
-            found.append(Mismatch("MR-BATCH-005", name, None, (), got, f"integers {list(shape)}"))
+            found.append(Mismatch("MR-BATCH-005", name, None, (), got, f"{dtype}{list(shape)}"))
+    fault = field_fault(c.record, "block_tables")
+    if fault is not None:
+        return [*found, Mismatch("MR-BATCH-005", "block_tables", None, (), fault, "int32 rows by group")]
+    for g, table in enumerate(c.record.block_tables):
+        wrong = next((i for i, row in enumerate(table) if row.dtype != np.int32), None)
+        if wrong is not None:
+            found.append(Mismatch("MR-BATCH-005", "block_tables", None, (g, wrong), str(table[wrong].dtype), "int32"))
     rows = [len(table) for table in c.record.block_tables]
     if rows != [rp] * c.num_groups:
         found.append(Mismatch("MR-BATCH-005", "block_tables", None, (), rows, [rp] * c.num_groups))

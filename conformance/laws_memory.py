@@ -112,10 +112,10 @@ def slots_cover_the_padded_batch(c: StepContext) -> Found:
     if not c.num_tokens:
         return None
     slots, wanted = c.record.slot_mappings, (c.num_groups, c.tokens_padded)
-    if slots.shape == wanted and slots.dtype.kind == "i":
+    if isinstance(slots, np.ndarray) and slots.shape == wanted and slots.dtype == np.int64:
         return []
-    got = f"{slots.dtype}{list(slots.shape)}"
-    return [Mismatch("MR-SLOT-003", "slot_mappings", None, (), got, f"integers {list(wanted)}")]
+    got = f"{getattr(slots, 'dtype', type(slots).__name__)}{list(np.shape(slots))}"
+    return [Mismatch("MR-SLOT-003", "slot_mappings", None, (), got, f"int64{list(wanted)}")]
 
 
 # -- PAD ------------------------------------------------------------------------------------------------------

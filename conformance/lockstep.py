@@ -7,7 +7,8 @@ logits are rounded and the certificate of `TokenPolicy` says that rounding expla
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +17,6 @@ from conformance.comparison import Difference, compare_field
 from conformance.report import batch_table
 from runner_api import (
     INTEGER_FIELDS,
-    AsyncModelRunnerOutput,
     BatchDescriptor,
     ForcedStep,
     ModelRunner,
@@ -24,6 +24,7 @@ from runner_api import (
     SchedulerOutput,
     StepRecord,
 )
+from runner_api.record_check import readable
 
 AGREE, DIVERGE = "AGREE", "DIVERGE"
 
@@ -40,12 +41,12 @@ class DenseRun(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenPolicy:
-    """When two runners may draw different tokens.
+    """When two runners may differ in logits and tokens.
 
-    exact: never (integer models, given logits). Otherwise a row's logits may differ by at most `relative` of its
-    largest |logit|, or, for low precisions, by `factor` times what the logits of `dense`, an independent dense run in
-    that precision, differ from the oracle; and a token may differ if the oracle's score of
-    its own token leads that of the candidate's by at most twice the row's largest logit error.
+    With `exact` (models of integers) they may not. Otherwise two rules hold, row by row. A logit may be off by at most
+    `relative` times the row's largest |logit|; where `dense` is given (half precision), by at most `factor` times the
+    error of that independent run. A token may be another one if the oracle itself scores the two nearly alike: its
+    own token leads by at most twice the row's largest logit error (divided by the temperature, as the scores are).
     """
 
     exact: bool = True
@@ -107,7 +108,7 @@ class Lockstep:
     result: LockstepResult = field(default_factory=LockstepResult)
 
     def __post_init__(self) -> None:
-        self._late: tuple[int, AsyncModelRunnerOutput, StepRecord] | None = None
+        self._late: tuple[int, Any, StepRecord] | None = None
         self._temperature: dict[str, float] = {}
 
     def step(
@@ -123,17 +124,23 @@ class Lockstep:
         for new in plan.scheduled_new_reqs:
             self._temperature[new.req_id] = new.sampling_params.temperature if new.sampling_params else 0.0
         try:
-            record, handle = _run(self.candidate, plan, descriptor, forced)
-            self._take_late_output()
+            given, handle = _run(self.candidate, plan, descriptor, forced)
         except Exception as e:  # a crash on a legal plan is a divergence, and the report must say where
             error = Difference("execute_model", (), None, None, "a step", f"{type(e).__name__}: {e}")
             self.result.first = Divergence(number, error, "")
             return None
-        imposed = forced or ForcedStep(record.token_ids, record.num_sampled)
-        reference = self._follow(plan, descriptor, imposed, record)
+        self._take_late_output()
+        if self.result.first is not None:
+            return None
+        record, faults = readable(given)
+        reference = self._follow(plan, descriptor, forced, None if faults else record)
         self.result.steps += 1
-        self._compare(number, reference, record)
-        if handle is not None:
+        if record is None:
+            wrong = Difference("record", (), None, None, "a StepRecord", faults["record"])
+            self.result.first = Divergence(number, wrong, "")
+            return None
+        self._compare(number, reference, record, faults)
+        if reference.num_reqs and self.result.first is None:
             self._late = (number, handle, record)
             if not self.lag:
                 self._take_late_output()
@@ -148,33 +155,61 @@ class Lockstep:
     # -- internals --------------------------------------------------------------------------------------------
 
     def _follow(
-        self, plan: SchedulerOutput, descriptor: BatchDescriptor | None, imposed: ForcedStep, record: StepRecord
+        self,
+        plan: SchedulerOutput,
+        descriptor: BatchDescriptor | None,
+        forced: ForcedStep | None,
+        record: StepRecord | None,
     ) -> StepRecord:
+        """The oracle's step. record: the candidate's, None if it cannot be read."""
         if self.oracle.execute_model(plan, descriptor=descriptor) is None:
             # An outcome that no right runner can have drawn is not followed: the oracle draws itself, and the
             # comparison shows the difference. In another batch order the outcome would mean something else.
-            if self.oracle.last_step().req_ids == record.req_ids:
-                try:
-                    self.oracle.sample_tokens(forced=imposed)
-                except PlanError:
-                    self.oracle.sample_tokens()
-            else:
+            imposed = forced
+            if record is not None and record.req_ids == self.oracle.last_step().req_ids:
+                imposed = forced or ForcedStep(record.token_ids, record.num_sampled)
+            try:
+                self.oracle.sample_tokens(forced=imposed)
+            except PlanError:
                 self.oracle.sample_tokens()
         return self.oracle.last_step()
 
-    def _compare(self, number: int, reference: StepRecord, record: StepRecord) -> None:
+    def _compare(self, number: int, reference: StepRecord, record: StepRecord, faults: Mapping[str, str]) -> None:
+        """faults: fields of the candidate's record that cannot be read (and are None in `record`)."""
         result = self.result
         for name in INTEGER_FIELDS:
             found = compare_field(name, reference, record)
             result.fields += 1
             result.elements += found.equal + found.different
-            if found.first is not None:
-                result.first = Divergence(number, found.first, batch_table(record, found.first))
-                return
-        if reference.num_reqs:
-            difference = self._compare_logits(reference, record) or self._compare_tokens(reference, record)
+            difference = found.first
+            if difference is not None and name in faults:
+                difference = replace(difference, got=faults[name])
             if difference is not None:
-                result.first = Divergence(number, difference, batch_table(record, difference))
+                result.first = Divergence(number, difference, "" if faults else batch_table(record, difference))
+                return
+        if not reference.num_reqs:
+            return
+        difference = (
+            self._compare_shapes(reference, record, faults)
+            or self._compare_logits(reference, record)
+            or self._compare_tokens(reference, record)
+        )
+        if difference is not None:
+            result.first = Divergence(number, difference, "" if faults else batch_table(record, difference))
+
+    def _compare_shapes(
+        self, reference: StepRecord, record: StepRecord, faults: Mapping[str, str]
+    ) -> Difference | None:
+        """Whatever else cannot be read, and arrays of values that do not fit the batch."""
+        for name, fault in faults.items():
+            return Difference(name, (), None, None, "a field that can be read", fault)
+        for name in ("token_ids", "logits"):
+            left, right = getattr(reference, name), getattr(record, name)
+            if left is not None and right is not None and left.shape != right.shape:
+                return Difference(name, (), None, None, f"shape {left.shape}", f"shape {right.shape}")
+        if reference.logits is not None and record.logits is None and not self.policy.exact:
+            return Difference("logits", (), None, None, "the logits asked for", None)
+        return None
 
     def _logit_errors(self, reference: StepRecord, record: StepRecord) -> np.ndarray | None:
         """float64[L] largest |difference| of each logits row; None where a side does not record logits."""
@@ -237,8 +272,16 @@ class Lockstep:
             return
         number, handle, record = self._late
         self._late = None
-        given, taken = handle.get_output().tokens(), record.tokens()
-        if given != taken or tuple(given) != record.req_ids:
+        taken = record.tokens()
+        try:
+            output = handle.get_output()
+            given = {r: tuple(t) for r, t in zip(output.req_ids, output.sampled_token_ids, strict=True)}
+            right = tuple(output.req_ids) == record.req_ids and given == taken
+        except Exception as e:  # the candidate's own code and whatever it returned
+            error = Difference("sampled_token_ids", (), None, None, "an output", f"{type(e).__name__}: {e}")
+            self.result.first = Divergence(number, error, batch_table(record, error))
+            return
+        if not right:
             wrong = next((r for r in taken if given.get(r) != taken[r]), None)
             index = () if wrong is None else (record.row_of(wrong),)
             difference = Difference(
@@ -250,7 +293,8 @@ class Lockstep:
 
 def _run(
     runner: ModelRunner, plan: SchedulerOutput, descriptor: BatchDescriptor | None, forced: ForcedStep | None
-) -> tuple[StepRecord, AsyncModelRunnerOutput | None]:
+) -> tuple[Any, Any]:
+    """(record, output on its way), as the runner gives them."""
     handle: Any = None
     if runner.execute_model(plan, descriptor=descriptor) is None:
         handle = runner.sample_tokens(forced=forced)

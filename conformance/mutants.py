@@ -262,7 +262,7 @@ CPU_MUTANTS: tuple[Mutant, ...] = (
        "self.free_rows.pop()", "self.free_rows[-1]",
        "STATE-002", "K19", "A row that was given away stays free and is given away again."),
     _m("unknown-id-frees-row-zero", "request_state.py",
-       "if row is None:\n            return None", "if row is None:\n            return self.free_rows.append(0)",
+       "if r in self.req_id_to_row]", "if r in self.req_id_to_row or self.free_rows.append(0)]",
        "STATE-005", "K5", "The abort of a request that was never seen gives away row 0."),
     # -- the runner -------------------------------------------------------------------------------------------
     _m("prefill-only-if-all", "runner.py",
@@ -302,7 +302,8 @@ CPU_MUTANTS: tuple[Mutant, ...] = (
        "descriptor.num_reqs if descriptor and descriptor.num_reqs else r", "r",
        "PAD-005 BATCH-005", "K10", "A graph captured for more requests runs with the real number of them."),
     _m("busy-runner-takes-a-plan", "runner.py",
-       "if self._pending is not None:\n", "if self._pending is not None and intermediate_tensors is not None:\n",
+       'if self._pending is not None:\n            raise CallOrderError(\n                "the previous',
+       'if self._pending and intermediate_tensors:\n            raise CallOrderError(\n                "the previous',
        "ERR-002", "K16", "The next step is accepted before the last one was sampled, whose tokens are lost."),
     _m("refused-call-drops-the-step", "runner.py",
        '"the previous step has not been sampled", field="execute_model"',

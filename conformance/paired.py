@@ -57,7 +57,11 @@ class _Taken:
 
 
 class PairedRunner:
-    """A `ModelRunner` made of a candidate and an oracle, both built alike; both must record logits."""
+    """A `ModelRunner` made of a candidate and an oracle, both built alike; both must record logits.
+
+    While both run, `execute_model` only keeps the plan: an impossible one is refused by `sample_tokens` (as a
+    divergence, since the candidate refuses it first), not by the call that brought it. Drive it with legal plans.
+    """
 
     def __init__(
         self,

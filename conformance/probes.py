@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from conformance.clauses import clause
 from conformance.context import Mismatch
 from conformance.harness import build_runner, make_runner
 from conformance.stage_laws import stages_alone
@@ -84,6 +85,7 @@ def bad_plans() -> dict[str, tuple[SchedulerOutput, BatchDescriptor | None]]:
     a, b = (3, None), (3, None)
     fresh = new("c", [7, 8], [3])
     plans: dict[str, SchedulerOutput] = {
+        "MR-ERR-020": plan_of(cached={"a": a}, total_num_scheduled_tokens=1.0),
         "MR-ERR-021": SchedulerOutput(num_scheduled_tokens={"a": 1}, total_num_scheduled_tokens=1),
         "MR-ERR-022": plan_of(new("a", [7, 8], [3])),
         "MR-ERR-023": plan_of(fresh, new("d", [7], [4])),
@@ -92,6 +94,7 @@ def bad_plans() -> dict[str, tuple[SchedulerOutput, BatchDescriptor | None]]:
         "MR-ERR-026": plan_of(
             replace(fresh, num_computed_tokens=2), num_scheduled_tokens={"c": 1}, total_num_scheduled_tokens=1
         ),
+        "MR-ERR-027": plan_of(replace(fresh, seed=2**63)),
         "MR-ERR-028": plan_of(replace(fresh, block_ids=([3], [4]))),
         "MR-ERR-029": plan_of(cached={"nobody": (3, None)}),
         "MR-ERR-030": plan_of(
@@ -100,13 +103,28 @@ def bad_plans() -> dict[str, tuple[SchedulerOutput, BatchDescriptor | None]]:
         "MR-ERR-031": plan_of(cached={"a": a}, total_num_scheduled_tokens=2),
         "MR-ERR-032": plan_of(new("c", list(range(13)), [3, 4, 5, 6])),
         "MR-ERR-033": plan_of(cached={"a": a}, scheduled_spec_decode_tokens={"b": [-1]}),
+        "MR-ERR-034": plan_of(
+            scheduled_cached_reqs=CachedRequestData(["a"], [3, 3], [None], [1]), num_scheduled_tokens={"a": 1},
+            total_num_scheduled_tokens=1,
+        ),
+        "MR-ERR-035": plan_of(
+            scheduled_cached_reqs=CachedRequestData(["a"], [3], [None], [1], frozenset({"a"})),
+            num_scheduled_tokens={"a": 1}, total_num_scheduled_tokens=1,
+        ),
         "MR-ERR-036": plan_of(cached={"a": (2, None)}),
         "MR-ERR-037": plan_of(
             cached={"a": (3, ([3],))}, num_scheduled_tokens={"a": 2}, total_num_scheduled_tokens=2
         ),
+        "MR-ERR-038": plan_of(new("c", list(range(24)), [3, 4, 5, 6, 7, 8], num_computed_tokens=12)),
         "MR-ERR-039": plan_of(new("c", [1, 2, 3, 4, 5], [3])),
+        "MR-ERR-040": plan_of(new("c", [7, 8], [3] * 200)),  # past any rounding of the table's width
         "MR-ERR-041": plan_of(new("c", [7, 8], [0])),
         "MR-ERR-042": plan_of(new("c", [7, 8, 9, 1], [1]), cached={"a": a}),
+        "MR-ERR-046": plan_of(
+            replace(fresh, sampling_params=SamplingParams(temperature=0.0, logprobs=MODEL.vocab_size + 1))
+        ),
+        "MR-ERR-047": plan_of(new("c", [7, 8], [1])),
+        "MR-ERR-048": plan_of(replace(fresh, sampling_params=SamplingParams(temperature=1.0, n=2))),
     }  # fmt: skip
     tight = BatchDescriptor(CUDAGraphMode.FULL, 1, 1)
     cases: dict[str, tuple[SchedulerOutput, BatchDescriptor | None]] = {k: (p, None) for k, p in plans.items()}
@@ -123,7 +141,7 @@ def impossible_plans_are_refused(bench: Bench) -> Found:
     runner: ModelRunner | None = None
     digests = Capability.STATE_DIGEST in bench.capabilities
     for clause_id, (plan, descriptor) in bad_plans().items():
-        if descriptor is not None and Capability.PADDED_BATCH not in bench.capabilities:
+        if clause(clause_id).missing(bench.capabilities):
             continue
         if runner is None:
             runner = bench.fresh()
@@ -149,6 +167,41 @@ def impossible_plans_are_refused(bench: Bench) -> Found:
                 wanted = f"as before {clause_id}"
                 found["MR-ERR-001"].append(Mismatch("MR-ERR-001", "state_digest", None, (), changed, wanted))
                 runner = None
+    return found
+
+
+def impossible_outcomes_are_refused(bench: Bench) -> Found:
+    """Each bad outcome: refused with PlanError, and the step still waits and draws what it would have drawn."""
+    if Capability.FORCED_STEP not in bench.capabilities:
+        return {}
+    plan = plan_of(new("a", [1, 2, 3], [1]))
+    token, one = np.array([[5]], np.int64), np.array([1], np.int32)
+    outcomes = (
+        ("MR-ERR-044", ForcedStep(np.array([[5], [5]], np.int64), one)),
+        ("MR-ERR-044", ForcedStep(token.astype(np.float64), one)),
+        ("MR-ERR-045", ForcedStep(token, np.array([0], np.int32))),
+        ("MR-ERR-045", ForcedStep(token, np.array([2], np.int32))),
+    )
+    found: Found = {"MR-ERR-044": [], "MR-ERR-045": [], "MR-ERR-101": []}
+    expected = run(bench.fresh(), plan)
+    for clause_id, forced in outcomes:
+        runner = bench.fresh()
+        runner.execute_model(plan)
+        got: Any = "accepted"
+        try:
+            runner.sample_tokens(forced=forced)
+        except PlanError as e:
+            got = "PlanError"
+            if e.code != clause_id:
+                found["MR-ERR-101"].append(Mismatch("MR-ERR-101", "code", None, (), e.code, clause_id))
+        except Exception as e:  # any other error is a crash, not a refusal
+            got = repr(e)
+        if got != "PlanError":
+            found[clause_id].append(Mismatch(clause_id, "sample_tokens", "a", (), got, "PlanError"))
+            continue
+        after = runner.sample_tokens().get_output().tokens()
+        if after != expected:
+            found[clause_id].append(Mismatch(clause_id, "sampled_token_ids", "a", (), after, expected))
     return found
 
 
@@ -356,7 +409,8 @@ def ties_go_to_the_lowest_id(bench: Bench) -> Found:
 
 
 PROBES: tuple[Callable[[Bench], Found], ...] = (
-    impossible_plans_are_refused, calls_out_of_order_are_refused, capabilities_not_offered_are_refused,
+    impossible_plans_are_refused, impossible_outcomes_are_refused, calls_out_of_order_are_refused,
+    capabilities_not_offered_are_refused,
     late_output_is_the_same, plans_are_copied, unknown_ids_change_nothing, neighbours_do_not_matter,
     forced_tokens_enter_the_state, a_refused_plan_is_not_begun, plans_without_tokens_change_rows,
     ties_go_to_the_lowest_id, stages_alone,

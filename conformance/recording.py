@@ -26,6 +26,8 @@ from runner_api import (
     KVCacheGroup,
     ModelRunner,
     RunnerConfig,
+    RunnerError,
+    RunnerFactory,
     SchedulerOutput,
     StepRecord,
     Trace,
@@ -34,6 +36,7 @@ from runner_api import (
     WitnessGroup,
     group_kv_cache_specs,
 )
+from runner_api.loader import call_factory
 
 DATA = Path(__file__).parent / "data"
 RECORDINGS = DATA / "recordings"
@@ -163,19 +166,62 @@ def prepare(
     return setup
 
 
-def build_runner(factory: Any, setup: Setup, trace: Trace, num_steps: int) -> ModelRunner:
-    """A runner ready for the first step. Raises `CapabilityError`, before any step, if it lacks what one needs."""
-    runner: ModelRunner = factory(setup.config)
-    missing = sorted(c.value for c in _needs(setup, trace.steps[:num_steps]) - runner.describe().capabilities)
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """All that building the runner needs: nothing in here leads to a recorded step.
+
+    num_groups: KV cache groups of the recording. needs: capabilities that its steps ask for.
+    """
+
+    name: str
+    config: RunnerConfig
+    model: Any
+    num_blocks: int
+    block_size: int
+    num_groups: int
+    needs: frozenset[Capability]
+
+
+def launch_of(setup: Setup, trace: Trace, num_steps: int) -> Launch:
+    """How to build a runner for the first `num_steps` steps."""
+    return Launch(
+        trace.name, setup.config, setup.model, trace.meta["num_gpu_blocks_override"], trace.meta["block_size"],
+        setup.num_groups, frozenset(_needs(setup, trace.steps[:num_steps])),
+    )  # fmt: skip
+
+
+def check_offered(factory: str | RunnerFactory, launch: Launch) -> None:
+    """Raise `CapabilityError` if the runner lacks what a step needs; ConfigError if it cannot be built."""
+    runner = call_factory(factory, launch.config)
+    _check_offered(runner, launch)
+    runner.shutdown()
+
+
+def build_runner(factory: str | RunnerFactory, launch: Launch) -> ModelRunner:
+    """A runner ready for the first step. Raises a RunnerError alone, before any step."""
+    runner = call_factory(factory, launch.config)
+    _check_offered(runner, launch)
+    try:
+        runner.load_model(launch.model)
+        runner.initialize_kv_cache(_kv_cache_config(runner, launch))
+        runner.capture_graphs()
+    except RunnerError:
+        raise
+    except Exception as e:  # foreign code
+        raise ConfigError(
+            f"the runner cannot be made ready: {type(e).__name__}: {e}", field="runner",
+            hint="Nothing was replayed; `modelrunner check` finds what is wrong with an adapter",
+        ) from e  # fmt: skip
+    return runner
+
+
+def _check_offered(runner: ModelRunner, launch: Launch) -> None:
+    missing = sorted(c.value for c in launch.needs - runner.describe().capabilities)
     if missing:
         raise CapabilityError(
-            f"{runner.describe().name} does not offer {', '.join(missing)}", field=trace.name,
+            f"{runner.describe().name} does not offer {', '.join(missing)}", field=launch.name,
             hint="Nothing was replayed; `modelrunner runners` lists what each runner offers",
         )  # fmt: skip
-    runner.load_model(setup.model)
-    runner.initialize_kv_cache(_kv_cache_config(runner, setup, trace))
-    runner.capture_graphs()
-    return runner
 
 
 def replay_steps(setup: Setup, trace: Trace, num_steps: int) -> Iterator[ReplayStep]:
@@ -214,33 +260,31 @@ def _config(path: Path, trace: Trace, dtype: str, device: str) -> RunnerConfig:
     if "free_rows" not in meta:
         raise TraceError("missing field", field=f"{path}:1 meta.free_rows")
     num_groups = max(len(s.block_tables) for s in trace.steps)
+    asked = RunnerConfig(noise=noise, dtype=dtype, device=device)
     try:
-        return RunnerConfig(
+        return replace(
+            asked,
             max_num_reqs=meta["max_num_seqs"],
             max_num_batched_tokens=meta["max_num_batched_tokens"],
             max_model_len=meta["max_model_len"],
-            noise=noise,
-            dtype=dtype,
-            device=device,
             num_speculative_tokens=(meta.get("speculative_config") or {}).get("num_speculative_tokens", 0),
             initial_free_rows=tuple(meta["free_rows"]),
             # The recorded program keeps table entries behind a sliding window.
             window_reach=(0,) * num_groups,
         )
-    except (TypeError, AttributeError) as e:
+    except ConfigError as e:
         raise TraceError(f"broken meta: {e}", field=f"{path}:1 meta") from e
 
 
-def _kv_cache_config(runner: ModelRunner, setup: Setup, trace: Trace) -> KVCacheConfig:
+def _kv_cache_config(runner: ModelRunner, launch: Launch) -> KVCacheConfig:
     """The recorded number of blocks and block size; the witness model has one group per layer, others group theirs."""
-    num_blocks, block_size = trace.meta["num_gpu_blocks_override"], trace.meta["block_size"]
-    specs = {n: replace(s, block_size=block_size) for n, s in runner.get_kv_cache_specs().items()}
-    if isinstance(setup.model, WitnessConfig):
-        return KVCacheConfig(num_blocks, tuple(KVCacheGroup((n,), s) for n, s in specs.items()))
-    config = group_kv_cache_specs(specs, num_blocks)
-    if len(config.groups) != setup.num_groups:
+    specs = {n: replace(s, block_size=launch.block_size) for n, s in runner.get_kv_cache_specs().items()}
+    if isinstance(launch.model, WitnessConfig):
+        return KVCacheConfig(launch.num_blocks, tuple(KVCacheGroup((n,), s) for n, s in specs.items()))
+    config = group_kv_cache_specs(specs, launch.num_blocks)
+    if len(config.groups) != launch.num_groups:
         raise TraceError(
-            "KV cache groups of the model and of the recording differ", field=trace.name, got=setup.num_groups,
+            "KV cache groups of the model and of the recording differ", field=launch.name, got=launch.num_groups,
             expected=len(config.groups),
         )  # fmt: skip
     return config
@@ -256,6 +300,7 @@ def _needs(setup: Setup, steps: Sequence[StepRecord]) -> set[Capability]:
             needs.add(Capability.PADDED_BATCH)
     for capability, needed in (
         (Capability.MULTI_GROUP, setup.num_groups > 1),
+        (Capability.SLIDING_WINDOW, isinstance(setup.model, WitnessConfig) and _has_window(setup.model)),
         (Capability.DRAFT_LAYOUT, setup.config.num_speculative_tokens > 0),
         (Capability.RECORD_LOGITS, setup.judge_tokens),
     ):
@@ -264,10 +309,16 @@ def _needs(setup: Setup, steps: Sequence[StepRecord]) -> set[Capability]:
     return needs
 
 
+def _has_window(model: WitnessConfig) -> bool:
+    return any(group.sliding_window is not None for group in model.groups)
+
+
 # -- model and logits -----------------------------------------------------------------------------------------
 
 
-def _integers_alone(setup: Setup, trace: Trace, reason: str, model: str | None, logits: str) -> None:
+def _integers_alone(
+    setup: Setup, trace: Trace, reason: str, model: str | None, logits: str, window: int | None = None
+) -> None:
     """Use the witness model, whose tokens are not the recorded ones; refuse options that would then be ignored."""
     for name, value, neutral in (("--model", model, None), ("--logits", logits, "auto")):
         if value != neutral:
@@ -275,42 +326,61 @@ def _integers_alone(setup: Setup, trace: Trace, reason: str, model: str | None, 
                 f"{trace.name} is replayed on the witness model ({reason})", field=name, got=value,
                 hint=f"Leave {name} out",
             )  # fmt: skip
-    setup.model, setup.model_name = _witness(setup, trace), "witness"
+    setup.model, setup.model_name = _witness(setup, trace, window=window), "witness"
     setup.notes.append(f"integer fields alone, on the witness model: {reason}; tokens are not judged")
 
 
 def _find_model(setup: Setup, path: Path, trace: Trace, given: str | None, logits: str) -> None:
     """Set model, name and notes: the recorded model, or the witness where its family is not supported."""
+    from runner_api.checkpoint import resolve_model
     from runner_api.checkpoint.config import HF_ARCHITECTURES
 
     name = str(trace.meta["model"])
-    places = [Path(given)] if given else [path.parent / "checkpoints" / name, CHECKPOINTS / name]
+    places = [resolve_model(given)] if given else [path.parent / "checkpoints" / name, CHECKPOINTS / name]
     folder = next((p for p in places if p.exists()), None)
     if folder is None:
         raise CheckpointError(
             f"model {name!r} of recording {trace.name!r} is not found", field="model",
             got=[str(p) for p in places], hint="Give its folder with --model",
         )  # fmt: skip
-    architecture = _architecture(folder)
+    config = _model_config(folder)
+    architecture = _architecture(folder, config)
     if architecture is None or architecture in HF_ARCHITECTURES:
-        setup.model, setup.model_name, setup.judge_tokens = str(folder), name, True
+        setup.model, setup.model_name, setup.judge_tokens = str(folder), given or name, True
         return
-    _integers_alone(setup, trace, f"{architecture} is not supported", given, logits)
+    # Blocks behind a window were handed to other requests. Which groups have the window the recording does not say.
+    window = config.get("sliding_window")
+    _integers_alone(setup, trace, f"{architecture} is not supported", None, logits, window=window)
 
 
-def _architecture(folder: Path) -> str | None:
-    """The family that a Hugging Face folder names; None where `load_checkpoint` must find out."""
-    if not (folder / "config.json").is_file():
-        return None
+def _model_config(folder: Path) -> dict[str, Any]:
+    """config.json of a Hugging Face folder; empty where `load_checkpoint` must find out what lies there."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return {}
     try:
-        names = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
-        return str(names[0])
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as e:
-        raise CheckpointError(f"names no architecture: {e}", field=str(folder / "config.json")) from e
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"cannot be read: {e}", field=str(file)) from e
+    if not isinstance(config, dict):
+        raise CheckpointError("is no object", field=str(file), got=type(config).__name__)
+    return config
 
 
-def _witness(setup: Setup, trace: Trace, vocab_size: int | None = None) -> WitnessConfig:
-    groups = (WitnessGroup(trace.meta["block_size"]),) * setup.num_groups
+def _architecture(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """The family that the folder names."""
+    if not config:
+        return None
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise CheckpointError(
+            "names no architecture", field=f"{folder / 'config.json'}: architectures", got=names, expected="a list"
+        )
+    return names[0]
+
+
+def _witness(setup: Setup, trace: Trace, vocab_size: int | None = None, window: int | None = None) -> WitnessConfig:
+    groups = (WitnessGroup(trace.meta["block_size"], window),) * setup.num_groups
     if vocab_size is None:
         drawn = (t for s in trace.steps for tokens in s.tokens().values() for t in tokens)
         largest = max(*(int(s.input_ids.max(initial=0)) for s in trace.steps), *drawn)

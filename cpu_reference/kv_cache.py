@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from runner_api.errors import CapabilityError
 from runner_api.kv_cache import KVCacheConfig
 
 # One layer: the pair of arrays [num_blocks, block_size, num_kv_heads, head_size] (K, V); for the witness model the
@@ -13,13 +14,17 @@ from runner_api.kv_cache import KVCacheConfig
 LayerCache = tuple[np.ndarray, np.ndarray]
 
 
-def allocate_kv_cache(kv_cache_config: KVCacheConfig, dtype: np.dtype) -> dict[str, LayerCache]:
-    """Zeroed caches by layer name; float layers take `dtype`, integer layers int64."""
+def allocate_kv_cache(kv_cache_config: KVCacheConfig) -> dict[str, LayerCache]:
+    """Zeroed caches by layer name, of the dtype that the layer's spec names. Raises CapabilityError for bfloat16."""
     caches = {}
     for group in kv_cache_config.groups:
         spec = group.spec
         shape = (kv_cache_config.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
-        kind = np.dtype(np.int64) if spec.kind == "token_position" else dtype
+        if spec.dtype == "bfloat16":
+            raise CapabilityError(
+                "NumPy has no bfloat16", field="spec.dtype", got=spec.dtype, expected="'float32' or 'float64'"
+            )
+        kind = np.dtype(spec.dtype)
         for layer in group.layer_names:
             caches[layer] = (np.zeros(shape, kind), np.zeros(shape, kind))
     return caches

@@ -6,7 +6,7 @@ everything downstream goes through `idx_mapping` (batch index to row). Twin: gpu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -71,9 +71,16 @@ class RequestState:
         self.free_rows.append(row)
         return row
 
-    def finish_requests(self, req_ids: Iterable[str]) -> list[str]:
-        """Free many, in sorted order, so that every rank pushes rows onto the stack alike. Returns those held."""
-        return [r for r in sorted(req_ids) if self.remove_request(r) is not None]
+    def finish_requests(self, req_ids: Iterable[str], before: Callable[[str], None] | None = None) -> list[str]:
+        """Free many, in sorted order, so that every rank pushes rows onto the stack alike. Returns those held.
+
+        before: called for each of them while it still has its row."""
+        held = [r for r in sorted(req_ids) if r in self.req_id_to_row]
+        for req_id in held:
+            if before is not None:
+                before(req_id)
+            self.remove_request(req_id)
+        return held
 
     def apply_staged_writes(self) -> None:
         self._all_token_ids.apply()

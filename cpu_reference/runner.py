@@ -40,6 +40,7 @@ from runner_api import (
     Capability,
     CapabilityError,
     CUDAGraphMode,
+    DefaultModelState,
     DraftTokenIds,
     ForcedStep,
     GrammarOutput,
@@ -47,6 +48,7 @@ from runner_api import (
     KVCacheConfig,
     KVCacheSpec,
     ModelRunnerOutput,
+    ModelState,
     PlanValidator,
     RunnerConfig,
     RunnerInfo,
@@ -54,7 +56,13 @@ from runner_api import (
     SchedulerOutput,
     StepRecord,
 )
-from runner_api.step_validation import check_descriptor, check_forced, check_kv_cache_config, check_model_reach
+from runner_api.step_validation import (
+    check_descriptor,
+    check_forced,
+    check_kv_cache_config,
+    check_model_reach,
+    check_poison,
+)
 
 CAPABILITIES = frozenset(
     {
@@ -65,6 +73,8 @@ CAPABILITIES = frozenset(
         Capability.FLOAT32,
     }
 )  # fmt: skip
+
+DEFAULT_MAX_CONCURRENT_BATCHES = RunnerConfig().max_concurrent_batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +98,24 @@ class CpuModelRunner:
 
     def __init__(self, config: RunnerConfig) -> None:
         if config.layout != "slots":
-            raise CapabilityError("layout", field="layout", got=config.layout, expected="'slots'")
+            raise CapabilityError("only one layout is offered", field="layout", got=config.layout, expected="'slots'")
         if config.device not in ("auto", "cpu"):
             raise CapabilityError("the cpu runner runs on the CPU", field="device", got=config.device, expected="'cpu'")
         if config.dtype not in ("float32", "float64"):
-            raise CapabilityError("dtype", field="dtype", got=config.dtype, expected="'float32' or 'float64'")
+            raise CapabilityError(
+                "NumPy has no fast arithmetic of this kind", field="dtype", got=config.dtype,
+                expected="'float32' or 'float64'",
+            )  # fmt: skip
         if config.parallel.world_size != 1:
-            raise CapabilityError("several ranks", field="parallel", got=config.parallel, expected="one rank")
+            raise CapabilityError(
+                "several ranks are not offered", field="parallel", got=config.parallel, expected="one rank"
+            )
         self.config = config
+        self.notes: tuple[str, ...] = ()
+        if config.max_concurrent_batches != DEFAULT_MAX_CONCURRENT_BATCHES:
+            self.notes = ("max_concurrent_batches changes nothing: an output is complete at once",)
         self._model: Any = None
+        self._model_state: ModelState = DefaultModelState()
         self._ready = False
         self._pending: tuple[InputBatch, np.ndarray] | None = None
         self._record: StepRecord | None = None
@@ -104,14 +123,21 @@ class CpuModelRunner:
     def describe(self) -> RunnerInfo:
         c = self.config
         path = f"{type(self).__module__}.{type(self).__qualname__}"
-        return RunnerInfo("cpu", path, runner_api.__version__, "cpu", c.dtype, c.layout, c.noise, CAPABILITIES)
+        return RunnerInfo(
+            "cpu", path, runner_api.__version__, "cpu", c.dtype, c.layout, c.noise, CAPABILITIES, self.notes
+        )
 
     # -- start-up ---------------------------------------------------------------------------------------------
 
     def load_model(self, model: Any) -> None:
-        built = build_model(model, self.config.dtype)
+        if self._ready:
+            raise CallOrderError(
+                "the KV cache was made for the model at hand", field="load_model", hint="Build a new runner"
+            )
+        built = build_model(model, self.config.dtype, self.config.parallel)
         check_model_reach(self.config, getattr(built, "max_position_embeddings", None))
         self._model = built
+        self._model_state = getattr(built, "model_state", None) or DefaultModelState()
 
     def get_kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         if self._model is None:
@@ -120,10 +146,14 @@ class CpuModelRunner:
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         c, specs = self.config, self.get_kv_cache_specs()
+        if self._pending is not None:
+            raise CallOrderError(
+                "a step waits for its tokens", field="initialize_kv_cache", hint="Call sample_tokens first"
+            )
         reach = check_kv_cache_config(c, kv_cache_config, specs)
         n, t, k = c.max_num_reqs, c.max_num_batched_tokens, c.num_speculative_tokens
         self.kv_cache_config = kv_cache_config
-        self.kv_caches = allocate_kv_cache(kv_cache_config, np.dtype(c.dtype))
+        self.kv_caches = allocate_kv_cache(kv_cache_config)
         self.validator = PlanValidator(c, kv_cache_config, self._model.vocab_size, CAPABILITIES)
         self.req_states = RequestState(n, c.max_model_len, k, c.initial_free_rows)
         self.block_tables = BlockTables(kv_cache_config, n, t, c.max_model_len, reach)
@@ -141,6 +171,7 @@ class CpuModelRunner:
         self.expanded_local_pos = np.zeros(n * (1 + k), np.int32)  # int32[N*(1+K)]
         self.num_sampled = np.zeros(n, np.int32)  # int32[N]
         self.num_rejected = np.zeros(n, np.int32)  # int32[N]
+        self._record = None
         self._ready = True
 
     def capture_graphs(self) -> tuple[BatchDescriptor, ...]:
@@ -175,8 +206,9 @@ class CpuModelRunner:
         intermediates: dict[str, np.ndarray] | None = {} if "intermediates" in self.config.record else None
         tp = batch.num_tokens_padded
         hidden_states = self._model.forward(
-            self.input_ids[:tp], self.positions[:tp], self.kv_caches, batch.attn_metadata, intermediates
-        )
+            self.input_ids[:tp], self.positions[:tp], self.kv_caches, batch.attn_metadata, intermediates,
+            **self._model_state.prepare_inputs(batch),
+        )  # fmt: skip
         self._record = inspection.record_inputs(self, plan, batch, descriptor, intermediates or {})
         self._pending = (batch, hidden_states)
         return None
@@ -213,7 +245,7 @@ class CpuModelRunner:
         # 4 log probabilities of what was taken, from the unprocessed logits
         width = self.sampler.logprobs_width(self.idx_mapping[:r])
         taken = np.where(self.num_sampled[:r] > 0, token_ids[:, 0], own[:, 0])
-        logprobs = compute_logprobs(logits, taken, width) if width >= 0 and num_logits == r else None
+        logprobs = compute_logprobs(logits, taken, width) if width >= 0 else None
         # 5 the copy out starts before the state changes
         output = AsyncOutput(batch.req_ids, token_ids, self.num_sampled[:r], logprobs)
         outcome = inspection.record_outcome(self, batch, logits, own, forced, drawn.scores, logprobs)
@@ -229,6 +261,7 @@ class CpuModelRunner:
         if "kv" in self.config.record:
             kv = {req_id: inspection.request_kv(self, req_id) for req_id in batch.req_ids}
             self._record = replace(self._record, kv=kv)
+        self._model_state.postprocess(batch, self.num_sampled[:r])
         self.validator.settle(batch.req_ids, self.num_sampled[:r])
         self._pending = None
         return output
@@ -247,6 +280,7 @@ class CpuModelRunner:
     def poison_unused(self, value: int = -77, keep_blocks: Collection[int] = ()) -> None:
         if not self._ready or self._pending is not None:
             raise CallOrderError("only between two steps", field="poison_unused", hint="Call sample_tokens first")
+        check_poison(self.kv_cache_config, value, keep_blocks)
         inspection.poison_unused(self, value, keep_blocks)
 
     def state_digest(self) -> Mapping[str, str]:
@@ -278,12 +312,13 @@ class CpuModelRunner:
     def _update_states(self, plan: SchedulerOutput) -> None:
         states, tables = self.req_states, self.block_tables
         # 1 finished and preempted requests leave their rows
-        states.finish_requests(plan.finished_req_ids | plan.preempted_req_ids)
+        states.finish_requests(plan.finished_req_ids | plan.preempted_req_ids, before=self._model_state.remove)
         # 2 new ones take rows
         for new in plan.scheduled_new_reqs:
             row = states.add_request(new.req_id, new.prompt_len, new.prefill_token_ids, new.num_computed_tokens)
             tables.append_block_ids(row, new.block_ids, overwrite=True)
             self.sampler.add_request(row, new.sampling_params or SamplingParams(temperature=0.0), new.seed)
+            self._model_state.add(row, new)
         # 3 the others get their new blocks; the device's own counter is never written from the plan
         cached = plan.scheduled_cached_reqs
         for req_id, computed, block_ids in zip(
@@ -357,11 +392,12 @@ class CpuModelRunner:
         t = batch.num_tokens_padded if full else batch.num_tokens
         rows = self.idx_mapping[: batch.num_reqs]
         upper_bound = self.req_states.num_computed_tokens_np[rows] + batch.num_scheduled_tokens
-        return self.attn_metadata_builder.build(
+        built = self.attn_metadata_builder.build(
             self.query_start_loc, self.seq_lens, self.block_tables.input_block_tables,
             self.block_tables.slot_mappings, r, t, batch.num_tokens_padded,
             int(batch.num_scheduled_tokens.max()), int(upper_bound.max()),
         )  # fmt: skip
+        return {**built, **self._model_state.prepare_attn(batch)}
 
     # -- the parts of sample_tokens ---------------------------------------------------------------------------
 

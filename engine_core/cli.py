@@ -2,7 +2,8 @@
 
 A subcommand is an entry point of group `modelrunner.commands`: a callable that adds its parser to `subparsers` and
 sets `run(args) -> int` on it. One that cannot be imported is listed with the reason and refuses to run; the others
-work. Exit codes: 0 done or agreed, 1 diverged, 2 misuse or refused, 130 interrupted.
+work. Exit codes: 0 done or agreed, 1 diverged, 2 misuse or refused, 3 an error of
+this program itself, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import runner_api
 from runner_api import RunnerError
 
 ENTRY_POINT_GROUP = "modelrunner.commands"
-EXIT_OK, EXIT_DIVERGED, EXIT_MISUSE, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_OK, EXIT_DIVERGED, EXIT_MISUSE, EXIT_BROKEN, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+log = logging.getLogger("modelrunner")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -28,7 +30,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="modelrunner",
         description="Run, compare and check LLM model runners.",
-        epilog="Exit codes: 0 done or agreed, 1 diverged, 2 misuse. `modelrunner COMMAND --help` says more.",
+        epilog="Exit codes: 0 done or agreed, 1 diverged, 2 misuse, 3 an error of this program. "
+        "`modelrunner COMMAND --help` says more.",
     )
     parser.add_argument(
         "--version", action="version", version=f"modelrunner {runner_api.__version__} (spec {runner_api.SPEC_VERSION})"
@@ -82,6 +85,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (`head`, say) has left. Point stdout elsewhere, or the interpreter complains at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
+    except Exception as e:
+        # Never 1, which says that a runner was judged and found wrong.
+        log.debug("unexpected", exc_info=e)
+        text = " ".join(f"{type(e).__name__}: {e}".split())
+        hint = "Please report it, with what `--log-level debug` in front of the command shows"
+        print(f"error: not foreseen: {text}. {hint}", file=sys.stderr)
+        return EXIT_BROKEN
 
 
 if __name__ == "__main__":

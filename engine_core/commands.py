@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from engine_core.llm import LLM, Progress, RequestOutput
-from runner_api import RunnerConfig, RunnerError, SamplingParams, load_runner, runner_names
+from runner_api import RunnerConfig, RunnerError, SamplingParams, UnknownNameError, load_runner, runner_names
 from runner_api.config import DTYPES, LAYOUTS, NOISE_SCHEMES
 
 GENERATE_JSON = """\
@@ -127,7 +127,11 @@ def runners(subparsers: Any) -> None:
 
 
 def _run_runners(args: argparse.Namespace) -> int:
-    found = [_describe(name) for name in args.names or sorted(runner_names())]
+    known = runner_names()
+    for name in args.names:
+        if ":" not in name and name not in known:
+            raise UnknownNameError("runner", name, known, field="RUNNER")
+    found = [_describe(name) for name in args.names or sorted(known)]
     if args.json:
         _print_json(found)
         return 0
@@ -154,11 +158,8 @@ def _describe(name: str) -> dict[str, Any]:
     entry = {"name": name, "target": target, "error": None, **entry}
     try:
         runner = load_runner(name, RunnerConfig())
-    except RunnerError as e:
+    except RunnerError as e:  # one that cannot be built must not hide the others
         entry["error"] = str(e)
-        return entry
-    except Exception as e:  # a foreign runner may raise anything; one of them must not hide the others
-        entry["error"] = f"{type(e).__name__}: {e}"
         return entry
     info = runner.describe()
     runner.shutdown()

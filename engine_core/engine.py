@@ -26,6 +26,7 @@ from runner_api import (
     SamplingParams,
     SchedulerOutput,
 )
+from runner_api.checks import is_integer
 from runner_api.sampling_params import INT64_MAX, INT64_MIN
 
 
@@ -56,6 +57,8 @@ class Engine:
         self._depth = 1
         self._error: Exception | None = None
         self._drafts = scheduler.config.num_speculative_tokens > 0
+        if self._drafts:
+            self._require({Capability.SPECULATIVE}, None)
         if scheduler.config.async_scheduling:
             self._require({Capability.ASYNC_OUTPUT}, None)
             self._depth = executor.max_concurrent_batches
@@ -71,12 +74,46 @@ class Engine:
         runner does not offer); nothing is queued then, and no seed is drawn.
         """
         self._check_alive()
+        self._check_types(req_id, prompt_token_ids, params, extra_keys)
         self._check_tokens(req_id, "prompt_token_ids", prompt_token_ids)
+        self._check_params(req_id, params)
+        request = Request(
+            req_id, tuple(map(int, prompt_token_ids)), params, params.seed or 0, self.eos_token_ids, tuple(extra_keys)
+        )
+        self.scheduler.add_request(request)
+        if params.seed is None:
+            # Here and not in the runner, so that every rank, and every resume after a preemption, has the same one.
+            request.seed = int(self._rng.integers(INT64_MIN, INT64_MAX, endpoint=True))
+        return request
+
+    def _check_types(self, req_id: str, tokens: Any, params: Any, extra_keys: Any) -> None:
+        if not isinstance(req_id, str):
+            raise EngineError("a request is named by a string", field="req_id", got=req_id, expected="a str")
+        if not isinstance(tokens, (list, tuple, range, np.ndarray)):
+            raise EngineError(
+                "not a list of token ids", field="prompt_token_ids", req_id=req_id, got=tokens, expected="a list"
+            )
+        if not isinstance(params, SamplingParams):
+            raise EngineError(
+                "not sampling parameters", field="params", req_id=req_id, got=params, expected="SamplingParams"
+            )
+        if not isinstance(extra_keys, (list, tuple)) or not all(isinstance(key, str) for key in extra_keys):
+            raise EngineError(
+                "keys are strings", field="extra_keys", req_id=req_id, got=extra_keys, expected="a tuple of str"
+            )
+
+    def _check_params(self, req_id: str, params: SamplingParams) -> None:
+        """What the runner would refuse in a plan must be refused here: there it would end every other request too."""
         self._check_tokens(req_id, "allowed_token_ids", params.allowed_token_ids or ())
         self._check_tokens(req_id, "logit_bias", params.logit_bias or ())
         for word in params.bad_words_token_ids or ():
             self._check_tokens(req_id, "bad_words_token_ids", word)
         self._require(params.required_capabilities(), req_id)
+        if params.logprobs is not None and params.logprobs > self.vocab_size:
+            raise EngineError(
+                "more log probabilities than tokens", field="logprobs", req_id=req_id, got=params.logprobs,
+                expected=f"-1 .. {self.vocab_size}",
+            )  # fmt: skip
         if params.prompt_logprobs is not None:
             raise CapabilityError(
                 "this engine does not hand out log probabilities of prompts",
@@ -102,18 +139,10 @@ class Engine:
                 expected="1",
                 hint="Add n requests with a seed each, as LLM.generate does",
             )
-        request = Request(
-            req_id, tuple(prompt_token_ids), params, params.seed or 0, self.eos_token_ids, tuple(extra_keys)
-        )
-        self.scheduler.add_request(request)
-        if params.seed is None:
-            # Here and not in the runner, so that every rank, and every resume after a preemption, has the same one.
-            request.seed = int(self._rng.integers(INT64_MIN, INT64_MAX, endpoint=True))
-        return request
 
     def _check_tokens(self, req_id: str, field: str, tokens: Iterable[Any]) -> None:
         for token in tokens:
-            if not hasattr(token, "__index__") or isinstance(token, bool) or not 0 <= token < self.vocab_size:
+            if not is_integer(token) or not 0 <= token < self.vocab_size:
                 raise EngineError(
                     "not a token id", field=field, req_id=req_id, got=token, expected=f"0 <= id < {self.vocab_size}"
                 )

@@ -21,18 +21,25 @@ from runner_api import (
     KVCacheError,
     RunnerConfig,
     RunnerFactory,
-    UnknownNameError,
     group_kv_cache_specs,
 )
 from runner_api.checkpoint import Checkpoint, load_checkpoint, resolve_model
+from runner_api.checks import check_bool, check_integer, check_name, check_names, check_options, is_integer
+from runner_api.config import DTYPES, LAYOUTS, NOISE_SCHEMES, RECORD_PARTS
 
 DEFAULT_MAX_MODEL_LEN = 1024  # for models that do not say how far they reach
+# The least value of each size. A request needs a token to read and one to draw.
+_LEAST = {
+    "max_num_reqs": 1, "max_num_batched_tokens": 1, "max_model_len": 2, "num_blocks": 2, "kv_cache_memory_bytes": 1,
+    "long_prefill_token_threshold": 0, "max_concurrent_batches": 1, "num_speculative_tokens": 0, "seed": 0,
+}  # fmt: skip
+_OPTIONAL = ("max_model_len", "num_blocks", "kv_cache_memory_bytes")
 log = logging.getLogger("modelrunner")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Every option of an engine, checked when the parts are built.
+    """Every option of an engine. Raises ConfigError for what is of the wrong kind or out of range.
 
     model: a path, `smollm2`, an open `Checkpoint`, a `WitnessConfig`, or a model object of the runner.
     runner: an installed name, `package.module:factory`, or the factory itself. executor: how its workers are run.
@@ -64,7 +71,20 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "record", frozenset(self.record))
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                object.__setattr__(self, name, check_integer(name, value, least))
+        check_bool("async_scheduling", self.async_scheduling)
+        if self.enable_prefix_caching is not None:
+            check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        for name, valid in (("layout", LAYOUTS), ("noise", NOISE_SCHEMES), ("dtype", DTYPES)):
+            check_name(name, getattr(self, name), valid)
+        if not isinstance(self.device, str):
+            raise ConfigError("a device is named by a string", field="device", got=self.device, expected="a str")
+        if not isinstance(self.runner, str) and not callable(self.runner):
+            raise ConfigError("not a runner", field="runner", got=self.runner, expected="a name or a factory")
+        object.__setattr__(self, "record", check_names("record", self.record, RECORD_PARTS))
         if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError(
                 "the size of the KV cache is given twice",
@@ -77,10 +97,7 @@ class EngineConfig:
     def from_options(cls, model: Any, options: Mapping[str, Any]) -> EngineConfig:
         """Build from keyword options; an unknown one is an error that lists the nearest valid names."""
         names = {f.name for f in dataclasses.fields(cls)} - {"model"}
-        for key in options:
-            if key not in names:
-                raise UnknownNameError("engine option", key, names)
-        return cls(model, **options)
+        return cls(model, **check_options("engine option", options, names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +118,14 @@ def open_model(model: Any) -> ModelFacts:
         c = model.config
         return ModelFacts(model, c.vocab_size, tuple(c.eos_token_ids), c.max_position_embeddings)
     vocab_size = getattr(model, "vocab_size", None)
-    if not isinstance(vocab_size, int):
+    if vocab_size is None or not is_integer(vocab_size):
         raise ConfigError(
             "not a model",
             field="model",
             got=model,
             expected="a path, a name, a Checkpoint, a WitnessConfig or an object with vocab_size",
         )
-    return ModelFacts(model, vocab_size)
+    return ModelFacts(model, int(vocab_size))
 
 
 def build_engine(config: EngineConfig, facts: ModelFacts) -> Engine:

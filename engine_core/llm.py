@@ -179,7 +179,7 @@ class LLM:
                     req_id, self._next_id = str(self._next_id), self._next_id + 1
                     single = replace(params, n=1, seed=_nth_seed(params.seed, index))
                     self.engine.add_request(req_id, ids, single)
-                    streams[req_id] = _Stream(RequestOutput(prompt, ids, index=index), single, self.tokenizer)
+                    streams[req_id] = _Stream(RequestOutput(prompt, list(ids), index=index), single, self.tokenizer)
                     live.add(req_id)
             self._drain(streams, live, progress)
         finally:
@@ -235,8 +235,15 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _params_per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, (list, tuple)) or not all(isinstance(p, SamplingParams) for p in params):
+        raise EngineError(
+            "not sampling parameters", field="sampling_params", got=params,
+            expected="SamplingParams, or a list of one per prompt",
+        )  # fmt: skip
     if len(params) != count:
-        raise EngineError("one per prompt", field="sampling_params", got=len(params), expected=count)
+        raise EngineError(
+            "parameters come one for all, or one per prompt", field="sampling_params", got=len(params), expected=count
+        )
     return list(params)
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine_core.request import Request, RequestStatus
-from runner_api import CachedRequestData, ConfigError, NewRequestData, SchedulerOutput, UnknownNameError
+from runner_api import CachedRequestData, ConfigError, NewRequestData, SchedulerOutput
+from runner_api.checks import check_bool, check_integer, check_name
 from runner_api.config import LAYOUTS
 
 
@@ -37,10 +38,9 @@ class SchedulerConfig:
             ("max_num_reqs", 1), ("max_num_batched_tokens", 1), ("max_model_len", 2),
             ("long_prefill_token_threshold", 0), ("num_speculative_tokens", 0),
         ):  # fmt: skip
-            if getattr(self, name) < low:
-                raise ConfigError("too small", field=name, got=getattr(self, name), expected=f">= {low}")
-        if self.layout not in LAYOUTS:
-            raise UnknownNameError("layout", self.layout, LAYOUTS, field="layout")
+            object.__setattr__(self, name, check_integer(name, getattr(self, name), low))
+        check_name("layout", self.layout, LAYOUTS)
+        check_bool("async_scheduling", self.async_scheduling)
         if self.async_scheduling and self.num_speculative_tokens:
             raise ConfigError(
                 "asynchronous scheduling cannot plan around drafts",

@@ -59,7 +59,7 @@ class Scheduler:
         longest = self.config.max_model_len - 1
         if not 1 <= request.num_prompt_tokens <= longest:
             raise EngineError(
-                "prompt length",
+                "not a possible prompt length",
                 field="prompt_token_ids",
                 req_id=request.req_id,
                 got=request.num_prompt_tokens,

@@ -133,7 +133,7 @@ def poison_unused(runner: GpuModelRunner, value: int, keep_blocks: Collection[in
     for buffer in (
         runner.input_ids, runner.positions, runner.seq_lens, runner.query_start_loc, runner.idx_mapping,
         runner.cu_num_logits, runner.logits_indices, runner.expanded_idx_mapping, runner.expanded_local_pos,
-        runner.num_scheduled_tokens, runner.num_logits, runner.sampled_token_ids, tables.slot_mappings,
+        runner.num_scheduled_tokens, runner.num_logits, tables.slot_mappings, *(ids for ids, _ in runner.output_ring),
     ):  # fmt: skip
         buffer.fill_(value)
     # 3 gathered tables: rows known to be blank stay so

@@ -14,15 +14,13 @@ from runner_api.kv_cache import KVCacheConfig
 LayerCache = tuple[torch.Tensor, torch.Tensor]
 
 
-def allocate_kv_cache(
-    kv_cache_config: KVCacheConfig, dtype: torch.dtype, device: torch.device
-) -> dict[str, LayerCache]:
-    """Zeroed caches by layer name; float layers take `dtype`, integer layers int64."""
+def allocate_kv_cache(kv_cache_config: KVCacheConfig, device: torch.device) -> dict[str, LayerCache]:
+    """Zeroed caches by layer name, of the dtype that the layer's spec names."""
     caches = {}
     for group in kv_cache_config.groups:
         spec = group.spec
         shape = (kv_cache_config.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
-        kind = torch.int64 if spec.kind == "token_position" else dtype
+        kind = getattr(torch, spec.dtype)
         for layer in group.layer_names:
             caches[layer] = (
                 torch.zeros(shape, dtype=kind, device=device),

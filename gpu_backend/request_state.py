@@ -6,7 +6,7 @@ everything downstream goes through `idx_mapping` (batch index to row). Twin: cpu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -56,6 +56,8 @@ class RequestState:
         self.prefill_len: torch.Tensor  # int32[N], device; set by `bind`
         # -- host mirror --------------------------------------------------------------------------------------
         self.num_computed_tokens_np = np.zeros(max_num_reqs, np.int32)  # int32[N] upper bound
+        self._rows_without_drafts: list[int] = []  # taken since the last `apply_staged_writes`
+        self._ticket = 0  # of their device copy
 
     def host_tables(self) -> dict[str, np.ndarray]:
         """What the step's copy sends whole."""
@@ -79,9 +81,8 @@ class RequestState:
         self._total_len.stage_write_elem(row, prefill_len)
         self._num_computed_tokens.stage_write_elem(row, num_computed_tokens)
         self.num_computed_tokens_np[row] = num_computed_tokens
-        # Drafts of the row's last owner must not be verified for this one.
         if self.draft_tokens.shape[1] > 0:
-            self.draft_tokens[row].zero_()
+            self._rows_without_drafts.append(row)
         return row
 
     def remove_request(self, req_id: str) -> int | None:
@@ -93,14 +94,27 @@ class RequestState:
         self.free_rows.append(row)
         return row
 
-    def finish_requests(self, req_ids: Iterable[str]) -> list[str]:
-        """Free many, in sorted order, so that every rank pushes rows onto the stack alike. Returns those held."""
-        return [r for r in sorted(req_ids) if self.remove_request(r) is not None]
+    def finish_requests(self, req_ids: Iterable[str], before: Callable[[str], None] | None = None) -> list[str]:
+        """Free many, in sorted order, so that every rank pushes rows onto the stack alike. Returns those held.
+
+        before: called for each of them while it still has its row."""
+        held = [r for r in sorted(req_ids) if r in self.req_id_to_row]
+        for req_id in held:
+            if before is not None:
+                before(req_id)
+            self.remove_request(req_id)
+        return held
 
     def pack(self, packed: PackedCopy) -> None:
         for table in (self._all_token_ids, self._total_len, self._num_computed_tokens):
             table.pack(packed)
+        if self._rows_without_drafts:
+            self._ticket = packed.add(np.array(self._rows_without_drafts, np.int64))
 
     def apply_staged_writes(self, packed: PackedCopy) -> None:
         for table in (self._all_token_ids, self._total_len, self._num_computed_tokens):
             table.apply(packed)
+        # Drafts of the rows' last owners must not be verified for the new ones.
+        if self._rows_without_drafts:
+            self.draft_tokens.index_fill_(0, packed.extra[self._ticket], 0)
+            self._rows_without_drafts = []

@@ -1,7 +1,8 @@
 """The Triton/CUDA model runner. `execute_model` and `sample_tokens` are the stages in call order, and little else.
 
 The host works ahead of the device: a step sends one packed copy, launches kernels, and reads nothing back before
-`get_output`. Twin: cpu_reference/runner.py.
+`get_output`. Twin: cpu_reference/runner.py. The numbers in comments run on through the parts of a step as they do
+there, so that a step and its twin's can be read side by side, although some parts are cut elsewhere here.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from runner_api import (
     Capability,
     CapabilityError,
     CUDAGraphMode,
+    DefaultModelState,
     DraftTokenIds,
     ForcedStep,
     GrammarOutput,
@@ -52,6 +54,7 @@ from runner_api import (
     KVCacheConfig,
     KVCacheSpec,
     ModelRunnerOutput,
+    ModelState,
     PlanValidator,
     RunnerConfig,
     RunnerInfo,
@@ -59,7 +62,13 @@ from runner_api import (
     SchedulerOutput,
     StepRecord,
 )
-from runner_api.step_validation import check_descriptor, check_forced, check_kv_cache_config, check_model_reach
+from runner_api.step_validation import (
+    check_descriptor,
+    check_forced,
+    check_kv_cache_config,
+    check_model_reach,
+    check_poison,
+)
 
 CAPABILITIES = frozenset(
     {
@@ -114,9 +123,11 @@ class GpuModelRunner:
 
     def __init__(self, config: RunnerConfig) -> None:
         if config.layout != "slots":
-            raise CapabilityError("layout", field="layout", got=config.layout, expected="'slots'")
+            raise CapabilityError("only one layout is offered", field="layout", got=config.layout, expected="'slots'")
         if config.parallel.world_size != 1:
-            raise CapabilityError("several ranks", field="parallel", got=config.parallel, expected="one rank")
+            raise CapabilityError(
+                "several ranks are not offered", field="parallel", got=config.parallel, expected="one rank"
+            )
         self.device, why = resolve_device(config.device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -124,16 +135,18 @@ class GpuModelRunner:
         if Capability(config.dtype) not in self.capabilities:
             offered = " or ".join(c.value for c in Capability if c in self.capabilities and c.value.find("float") >= 0)
             where = "in Triton's interpreter" if INTERPRETED else "on a GPU"
-            raise CapabilityError(f"dtype {where}", field="dtype", got=config.dtype, expected=offered)
+            raise CapabilityError(f"is not offered {where}", field="dtype", got=config.dtype, expected=offered)
         # TF32 keeps 10 bits of a float32 factor: too few for a runner that is held against float64.
         torch.set_float32_matmul_precision("highest")
         self.notes = (why, "float32 products without TF32")
         self.config = config
         self._copy_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._model: Any = None
+        self._model_state: ModelState = DefaultModelState()
         self._ready = False
         self._pending: tuple[InputBatch, torch.Tensor] | None = None
-        self._output: AsyncOutput | None = None
+        # The outputs of the latest steps, by place in the ring of their sources.
+        self._outputs: list[AsyncOutput | None] = [None] * config.max_concurrent_batches
         # The latest step's record, once somebody asks for it; until then what it is built from.
         self._record: StepRecord | None = None
         self._record_inputs: tuple[Any, ...] | None = None
@@ -157,9 +170,14 @@ class GpuModelRunner:
 
     @on_device
     def load_model(self, model: Any) -> None:
-        built = build_model(model, self.config.dtype, self.device)
+        if self._ready:
+            raise CallOrderError(
+                "the KV cache was made for the model at hand", field="load_model", hint="Build a new runner"
+            )
+        built = build_model(model, self.config.dtype, self.device, self.config.parallel)
         check_model_reach(self.config, getattr(built, "max_position_embeddings", None))
         self._model = built
+        self._model_state = getattr(built, "model_state", None) or DefaultModelState()
 
     def determine_available_memory(self) -> int | None:
         """Bytes that a KV cache may take: most of what the GPU has free. None in the interpreter: the host's matter."""
@@ -176,14 +194,22 @@ class GpuModelRunner:
     @on_device
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         c, specs, device = self.config, self.get_kv_cache_specs(), self.device
+        if self._pending is not None:
+            raise CallOrderError(
+                "a step waits for its tokens", field="initialize_kv_cache", hint="Call sample_tokens first"
+            )
         reach = check_kv_cache_config(c, kv_cache_config, specs)
+        if self._ready:
+            self.block_tables.release()
+        self._record = self._record_inputs = self._record_outcome = None
+        self._outputs = [None] * c.max_concurrent_batches
         n, t, k = c.max_num_reqs, c.max_num_batched_tokens, c.num_speculative_tokens
         self.kv_cache_config = kv_cache_config
-        self.kv_caches = allocate_kv_cache(kv_cache_config, getattr(torch, c.dtype), device)
+        self.kv_caches = allocate_kv_cache(kv_cache_config, device)
         self.validator = PlanValidator(c, kv_cache_config, self._model.vocab_size, self.capabilities)
         self.req_states = RequestState(n, c.max_model_len, k, c.initial_free_rows, device)
         self.block_tables = BlockTables(kv_cache_config, n, t, c.max_model_len, reach, device)
-        self.sampler = Sampler(n, self._model.vocab_size, c.noise, device)
+        self.sampler = Sampler(n, self._model.vocab_size, c.noise)
         self.attn_metadata_builder = AttentionMetadataBuilder(kv_cache_config)
         # What the host sends every step, in one copy, with room for a full batch of new tokens and block ids.
         self.idx_mapping_np = np.full(n, NO_ROW, np.int64)
@@ -195,10 +221,12 @@ class GpuModelRunner:
             "num_logits": self.num_logits_np,
             **self.req_states.host_tables(),
             **self.block_tables.host_tables(),
+            **self.sampler.host_tables(),
         }
         self.packed = PackedCopy(tables, 4 * (t + c.max_model_len) + 64 * n * (2 + len(reach)), device)
         self.req_states.bind(self.packed)
         self.block_tables.bind(self.packed)
+        self.sampler.bind(self.packed)
         # Per-step buffers, at addresses that never change.
         self.idx_mapping = self.packed.views["idx_mapping"]  # int64[N]
         self.num_scheduled_tokens = self.packed.views["num_scheduled_tokens"]  # int32[N]
@@ -212,12 +240,29 @@ class GpuModelRunner:
             ("logits_indices", n * (1 + k), torch.int64),
             ("expanded_idx_mapping", n * (1 + k), torch.int64),
             ("expanded_local_pos", n * (1 + k), torch.int32),
-            ("num_sampled", n, torch.int32),
             ("num_rejected", n, torch.int32),
         ):
             setattr(self, name, torch.zeros(size, dtype=dtype, device=device))
-        self.sampled_token_ids = torch.zeros((n, 1 + k), dtype=torch.int64, device=device)  # int64[N, 1+K]
+        # What the copies out read: a ring, so that a step writes where the copy of a step long past has read.
+        self.output_ring = tuple(
+            (
+                torch.zeros((n, 1 + k), dtype=torch.int64, device=device),  # sampled_token_ids int64[N, 1+K]
+                torch.zeros(n, dtype=torch.int32, device=device),  # num_sampled int32[N]
+            )
+            for _ in range(c.max_concurrent_batches)
+        )
+        self.ring_place = 0
         self._ready = True
+
+    @property
+    def sampled_token_ids(self) -> torch.Tensor:
+        """Tokens of the latest step in its place of the ring: int64[N, 1+K]."""
+        return self.output_ring[self.ring_place][0]
+
+    @property
+    def num_sampled(self) -> torch.Tensor:
+        """How many of them count: int32[N]."""
+        return self.output_ring[self.ring_place][1]
 
     def capture_graphs(self) -> tuple[BatchDescriptor, ...]:
         return ()
@@ -255,8 +300,9 @@ class GpuModelRunner:
         intermediates: dict[str, torch.Tensor] | None = {} if "intermediates" in self.config.record else None
         tp = batch.num_tokens_padded
         hidden_states = self._model.forward(
-            self.input_ids[:tp], self.positions[:tp], self.kv_caches, batch.attn_metadata, intermediates
-        )
+            self.input_ids[:tp], self.positions[:tp], self.kv_caches, batch.attn_metadata, intermediates,
+            **self._model_state.prepare_inputs(batch),
+        )  # fmt: skip
         self._record_inputs, self._record_outcome = (plan, batch, descriptor, intermediates or {}), None
         self._record = None
         self._pending = (batch, hidden_states)
@@ -279,12 +325,13 @@ class GpuModelRunner:
         rows = self.logits_indices[:num_logits]
         logits = self._model.compute_logits(hidden_states[rows])
         if forced is not None and forced.logits is not None:
-            logits = copy_to_device(np.asarray(forced.logits), self.device).to(logits.dtype)
+            logits = copy_to_device(np.asarray(forced.logits, np.float32), self.device).to(logits.dtype)
         # 2 draw
         drawn = self.sampler.sample(
             logits, self.expanded_idx_mapping[:num_logits], self.positions[rows],
             keep_scores="logits" in self.config.record,
         )  # fmt: skip
+        self._take_ring_place()
         own = self._outcome(batch, drawn.sampled, forced)
         # 3 unfinished prefills sample nothing
         count_sampled_and_rejected(
@@ -309,7 +356,8 @@ class GpuModelRunner:
             self.validator.settle(batch.req_ids, np.asarray(forced.num_sampled))
         keep_logits = logits if "logits" in self.config.record else None
         self._record, self._record_outcome = None, (batch, keep_logits, own, forced, drawn.scores)
-        self._pending, self._output = None, output
+        self._model_state.postprocess(batch, self.num_sampled[:r])
+        self._pending, self._outputs[self.ring_place] = None, output
         return output
 
     def pool(self) -> AsyncOutput:
@@ -334,6 +382,7 @@ class GpuModelRunner:
     def poison_unused(self, value: int = -77, keep_blocks: Collection[int] = ()) -> None:
         if not self._ready or self._pending is not None:
             raise CallOrderError("only between two steps", field="poison_unused", hint="Call sample_tokens first")
+        check_poison(self.kv_cache_config, value, keep_blocks)
         self._settle_record()
         inspection.poison_unused(self, value, keep_blocks)
 
@@ -356,8 +405,9 @@ class GpuModelRunner:
         """Build the latest record while the buffers still hold its step, and let copies out come to an end."""
         if self._record_inputs is not None:
             self.last_step()
-        if self._output is not None:
-            self._output.get_output()
+        for output in self._outputs:
+            if output is not None:
+                output.get_output()
 
     # -- the parts of execute_model ---------------------------------------------------------------------------
 
@@ -377,12 +427,13 @@ class GpuModelRunner:
     def _update_states(self, plan: SchedulerOutput) -> None:
         states, tables = self.req_states, self.block_tables
         # 1 finished and preempted requests leave their rows
-        states.finish_requests(plan.finished_req_ids | plan.preempted_req_ids)
+        states.finish_requests(plan.finished_req_ids | plan.preempted_req_ids, before=self._model_state.remove)
         # 2 new ones take rows
         for new in plan.scheduled_new_reqs:
             row = states.add_request(new.req_id, new.prompt_len, new.prefill_token_ids, new.num_computed_tokens)
             tables.append_block_ids(row, new.block_ids, overwrite=True)
             self.sampler.add_request(row, new.sampling_params or SamplingParams(temperature=0.0), new.seed)
+            self._model_state.add(row, new)
         # 3 the others get their new blocks; the device's own counter is never written from the plan
         cached = plan.scheduled_cached_reqs
         for req_id, computed, block_ids in zip(
@@ -422,7 +473,6 @@ class GpuModelRunner:
         # 4 staged rows are written
         self.req_states.apply_staged_writes(self.packed)
         self.block_tables.apply_staged_writes(self.packed)
-        self.sampler.apply_staged_writes()
         # 5 blank fresh blocks, then copy shared ones
         if plan.new_block_ids_to_zero:
             zero_blocks(self.kv_caches.values(), plan.new_block_ids_to_zero)
@@ -475,13 +525,24 @@ class GpuModelRunner:
         t = batch.num_tokens_padded if full else batch.num_tokens
         upper_bound = self.req_states.num_computed_tokens_np[batch.rows_np] + batch.num_scheduled_tokens_np
         query_start_loc_np = np.concatenate([[0], np.cumsum(self.num_scheduled_tokens_np[:r])])
-        return self.attn_metadata_builder.build(
+        built = self.attn_metadata_builder.build(
             self.query_start_loc, query_start_loc_np, self.seq_lens, self.block_tables.input_block_tables,
             self.block_tables.slot_mappings, r, t, batch.num_tokens_padded,
             int(batch.num_scheduled_tokens_np.max()), int(upper_bound.max()),
         )  # fmt: skip
+        return {**built, **self._model_state.prepare_attn(batch)}
 
     # -- the parts of sample_tokens ---------------------------------------------------------------------------
+
+    def _take_ring_place(self) -> None:
+        """Go on to the next place of the ring; on the device, after the copy that has read it.
+
+        That copy is of the step `max_concurrent_batches` ago, not of the one before: it has long had its turn.
+        """
+        self.ring_place = (self.ring_place + 1) % len(self.output_ring)
+        former = self._outputs[self.ring_place]
+        if former is not None and former.copied is not None:
+            torch.cuda.current_stream().wait_event(former.copied)
 
     def _outcome(self, batch: InputBatch, sampled: torch.Tensor, forced: ForcedStep | None) -> torch.Tensor:
         """Set sampled_token_ids and num_sampled to what enters the state; the answer is what this runner drew,
@@ -489,9 +550,6 @@ class GpuModelRunner:
 
         With drafts the runner's own draw is its choice after each logits row; what of it counts is the outcome's."""
         r, token_ids = batch.num_reqs, self.sampled_token_ids[: batch.num_reqs]
-        # The copy out of the step before reads these buffers on another stream.
-        if self._output is not None and self._output.copied is not None:
-            torch.cuda.current_stream().wait_event(self._output.copied)
         if token_ids.shape[1] > 1:
             token_ids.zero_()
         if batch.num_logits == r:

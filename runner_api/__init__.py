@@ -30,7 +30,15 @@ from runner_api.outputs import (
     ModelRunnerOutput,
 )
 from runner_api.plan import CachedRequestData, ForcedStep, GrammarOutput, NewRequestData, SchedulerOutput
-from runner_api.protocol import Collectives, ModelRunner, ModelState, RunnerFactory, RunnerInfo, SingleRank
+from runner_api.protocol import (
+    Collectives,
+    DefaultModelState,
+    ModelRunner,
+    ModelState,
+    RunnerFactory,
+    RunnerInfo,
+    SingleRank,
+)
 from runner_api.record import INTEGER_FIELDS, StepRecord
 from runner_api.sampling_params import SamplingParams
 from runner_api.stages import StageSet, StageSpec
@@ -43,13 +51,13 @@ __spec_version__ = SPEC_VERSION
 
 __all__ = [
     "EMPTY_MODEL_RUNNER_OUTPUT", "INTEGER_FIELDS", "NO_ROW", "NULL_BLOCK_ID", "PAD_SLOT_ID", "PLACEHOLDER_TOKEN_ID",
-    "SCHEMA_VERSION", "SPEC_VERSION", "AsyncModelRunnerOutput", "BatchDescriptor", "CUDAGraphMode",
-    "CachedRequestData", "CallOrderError", "Capability", "CapabilityError", "CheckpointError", "Collectives",
-    "ConfigError", "DraftTokenIds", "EngineError", "ForcedStep", "GrammarOutput", "IntermediateTensors",
+    "SCHEMA_VERSION", "SPEC_VERSION", "AsyncModelRunnerOutput", "BatchDescriptor", "CUDAGraphMode", "CachedRequestData",
+    "CallOrderError", "Capability", "CapabilityError", "CheckpointError", "Collectives", "ConfigError",
+    "DefaultModelState", "DraftTokenIds", "EngineError", "ForcedStep", "GrammarOutput", "IntermediateTensors",
     "KVCacheConfig", "KVCacheError", "KVCacheGroup", "KVCacheSpec", "KVCacheTensor", "LogprobsLists", "ModelRunner",
     "ModelRunnerOutput", "ModelState", "NewRequestData", "ParallelContext", "PlanError", "PlanValidator",
     "RunnerConfig", "RunnerError", "RunnerFactory", "RunnerInfo", "SamplingParams", "SamplingParamsError",
     "SchedulerOutput", "SingleRank", "StageSet", "StageSpec", "StepRecord", "Trace", "TraceError", "UnknownNameError",
-    "WitnessConfig", "WitnessGroup", "group_kv_cache_specs", "load_factory", "load_runner", "load_stages",
-    "load_trace", "runner_names", "save_trace",
+    "WitnessConfig", "WitnessGroup", "group_kv_cache_specs", "load_factory", "load_runner", "load_stages", "load_trace",
+    "runner_names", "save_trace",
 ]  # fmt: skip

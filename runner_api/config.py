@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from runner_api.errors import ConfigError, UnknownNameError
+from runner_api.checks import check_integer, check_name, check_names, check_options, check_sequence
+from runner_api.errors import ConfigError
 
 LAYOUTS = ("slots", "dense")
 NOISE_SCHEMES = ("murmur3", "philox")
@@ -39,7 +40,10 @@ class BatchDescriptor:
 
 @dataclass(frozen=True, slots=True)
 class ParallelContext:
-    """Which rank of which groups this runner is. One rank of one everywhere unless said otherwise."""
+    """Which rank of which groups this runner is. One rank of one everywhere unless said otherwise.
+
+    Raises `ConfigError` for a rank outside its group, and for an interleave that no context group could use.
+    """
 
     tp_rank: int = 0
     tp_size: int = 1
@@ -50,6 +54,15 @@ class ParallelContext:
     dcp_rank: int = 0
     dcp_size: int = 1
     dcp_interleave: int = 1
+
+    def __post_init__(self) -> None:
+        for group in ("tp", "pp", "dp", "dcp"):
+            size = check_integer(f"{group}_size", getattr(self, f"{group}_size"), 1)
+            rank = check_integer(f"{group}_rank", getattr(self, f"{group}_rank"), 0, size - 1)
+            object.__setattr__(self, f"{group}_size", size)
+            object.__setattr__(self, f"{group}_rank", rank)
+        most = None if self.dcp_size > 1 else 1
+        object.__setattr__(self, "dcp_interleave", check_integer("dcp_interleave", self.dcp_interleave, 1, most))
 
     @property
     def world_size(self) -> int:
@@ -76,7 +89,8 @@ class RunnerConfig:
     # The free list at the start, bottom to top (the last entry is taken first). None: 0 .. N-1.
     initial_free_rows: tuple[int, ...] | None = None
     # Per KV cache group, how many tokens behind the current one are read; replaces the spec's own window in the
-    # gathered block tables. 0 = keep every entry. None: take it from the specs.
+    # gathered block tables. 0 = keep every entry, also those that are somebody else's by now, so that writes to
+    # another request's blocks are not looked for in that group. None: take it from the specs.
     window_reach: tuple[int, ...] | None = None
     # Extra parts of the StepRecord: any of RECORD_PARTS.
     record: frozenset[str] = frozenset()
@@ -87,31 +101,33 @@ class RunnerConfig:
             ("max_num_reqs", 1), ("max_num_batched_tokens", 1), ("max_model_len", 1), ("max_concurrent_batches", 1),
             ("num_speculative_tokens", 0),
         ):  # fmt: skip
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError("out of range", field=name, got=value, expected=f"an integer >= {least}")
+            self._set(name, check_integer(name, getattr(self, name), least))
         for name, valid in (("layout", LAYOUTS), ("noise", NOISE_SCHEMES), ("dtype", DTYPES)):
-            if getattr(self, name) not in valid:
-                raise UnknownNameError(name, getattr(self, name), valid, field=name)
-        for part in self.record:
-            if part not in RECORD_PARTS:
-                raise UnknownNameError("record part", part, RECORD_PARTS, field="record")
-        if any(reach < 0 for reach in self.window_reach or ()):
-            raise ConfigError("negative", field="window_reach", got=self.window_reach, expected="each >= 0")
-        rows = self.initial_free_rows
-        if rows is not None and sorted(rows) != list(range(self.max_num_reqs)):
+            check_name(name, getattr(self, name), valid)
+        if not isinstance(self.device, str):
+            raise ConfigError("a device is named by a string", field="device", got=self.device, expected="a str")
+        if not isinstance(self.parallel, ParallelContext):
             raise ConfigError(
-                "not a permutation of the rows",
-                field="initial_free_rows",
-                got=rows,
-                expected=f"each of 0 .. {self.max_num_reqs - 1} once",
+                "ranks are told in a ParallelContext", field="parallel", got=self.parallel, expected="a ParallelContext"
             )
+        self._set("record", check_names("record", self.record, RECORD_PARTS))
+        if self.window_reach is not None:
+            reach = check_sequence("window_reach", self.window_reach)
+            self._set("window_reach", tuple(check_integer("window_reach", r, 0) for r in reach))
+        if self.initial_free_rows is not None:
+            listed = check_sequence("initial_free_rows", self.initial_free_rows)
+            rows = tuple(check_integer("initial_free_rows", r, 0) for r in listed)
+            if sorted(rows) != list(range(self.max_num_reqs)):
+                raise ConfigError(
+                    "not a permutation of the rows", field="initial_free_rows", got=rows,
+                    expected=f"each of 0 .. {self.max_num_reqs - 1} once",
+                )  # fmt: skip
+            self._set("initial_free_rows", rows)
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunnerConfig:
         """Build from a mapping; an unknown key is an error that lists the valid names."""
-        names = {f.name for f in dataclasses.fields(cls)}
-        for key in values:
-            if key not in names:
-                raise UnknownNameError("runner option", key, names)
-        return cls(**values)
+        return cls(**check_options("runner option", values, {f.name for f in dataclasses.fields(cls)}))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from runner_api.checks import is_integer
 from runner_api.constants import BLOCK_TABLE_TOKEN_ALIGNMENT
 from runner_api.errors import KVCacheError, UnknownNameError
 
@@ -37,11 +38,11 @@ class KVCacheSpec:
         if self.sliding_window is not None:
             sizes["sliding_window"] = self.sliding_window
         for name, value in sizes.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise KVCacheError("size", field=name, got=value, expected="an integer >= 1")
-        if self.dtype not in ITEM_SIZE:
+            if not is_integer(value) or value < 1:
+                raise KVCacheError("not a size", field=name, got=value, expected="an integer >= 1")
+        if not isinstance(self.dtype, str) or self.dtype not in ITEM_SIZE:
             raise UnknownNameError("dtype", self.dtype, ITEM_SIZE, field="dtype")
-        if self.kind not in KINDS:
+        if not isinstance(self.kind, str) or self.kind not in KINDS:
             raise UnknownNameError("kind", self.kind, KINDS, field="kind")
 
     @property
@@ -77,6 +78,17 @@ class KVCacheGroup:
     spec: KVCacheSpec
     kernel_block_size: int | None = None
 
+    def __post_init__(self) -> None:
+        _check_layer_names("layer_names", self.layer_names)
+        if not isinstance(self.spec, KVCacheSpec):
+            raise KVCacheError("a group has one spec", field="spec", got=self.spec, expected="a KVCacheSpec")
+        kernel = self.kernel_block_size
+        if kernel is not None and (not is_integer(kernel) or kernel < 1 or self.spec.block_size % kernel):
+            raise KVCacheError(
+                "kernel block size does not divide the block size", field="kernel_block_size", got=kernel,
+                expected=f"a divisor of {self.spec.block_size}",
+            )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class KVCacheTensor:
@@ -85,31 +97,35 @@ class KVCacheTensor:
     size: int
     shared_by: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        _check_layer_names("shared_by", self.shared_by)
+        if not is_integer(self.size) or self.size < 1:
+            raise KVCacheError("not a size in bytes", field="size", got=self.size, expected="an integer >= 1")
+
 
 @dataclass(frozen=True, slots=True)
 class KVCacheConfig:
-    """The cache of one rank: block ids 0 .. num_blocks-1 in every group (0 is the null block)."""
+    """The cache of one rank: block ids 0 .. num_blocks-1 in every group (0 is the null block).
+
+    `tensors` may be left empty; then every layer has memory of its own.
+    """
 
     num_blocks: int
     groups: tuple[KVCacheGroup, ...]
     tensors: tuple[KVCacheTensor, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.num_blocks < 2:
+        if not is_integer(self.num_blocks) or self.num_blocks < 2:
             raise KVCacheError(
-                "too few blocks",
+                "no cache has this many blocks",
                 field="num_blocks",
                 got=self.num_blocks,
-                expected="at least 2: block 0 is the null block",
+                expected="an integer >= 2: block 0 is the null block",
             )
-        for g, group in enumerate(self.groups):
-            kernel = group.kernel_block_size
-            if kernel is not None and (kernel < 1 or group.spec.block_size % kernel):
+        for name, values, kind in (("groups", self.groups, KVCacheGroup), ("tensors", self.tensors, KVCacheTensor)):
+            if not isinstance(values, (tuple, list)) or not all(isinstance(v, kind) for v in values):
                 raise KVCacheError(
-                    "kernel block size does not divide the block size",
-                    field=f"groups[{g}].kernel_block_size",
-                    got=kernel,
-                    expected=f"a divisor of {group.spec.block_size}",
+                    f"is not a tuple of {kind.__name__}", field=name, got=values, expected=f"{kind.__name__} objects"
                 )
 
     @property
@@ -125,3 +141,8 @@ def group_kv_cache_specs(specs: dict[str, KVCacheSpec], num_blocks: int) -> KVCa
     groups = tuple(KVCacheGroup(tuple(layers), spec) for spec, layers in by_spec.items())
     tensors = tuple(KVCacheTensor(spec.bytes_per_block * num_blocks, (layer,)) for layer, spec in specs.items())
     return KVCacheConfig(num_blocks, groups, tensors)
+
+
+def _check_layer_names(field: str, names: tuple[str, ...]) -> None:
+    if not isinstance(names, (tuple, list)) or not names or not all(isinstance(name, str) for name in names):
+        raise KVCacheError("layers are named", field=field, got=names, expected="a tuple of at least one name")

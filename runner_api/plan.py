@@ -52,6 +52,7 @@ class CachedRequestData:
     num_computed_tokens: list[int] = field(default_factory=list)
     # None: no new block in any group. Otherwise one list per group to append (to replace, if resumed).
     new_block_ids: list[BlockIds | None] = field(default_factory=list)
+    # Outputs of each request so far. The slots layout keeps this count itself and reads none: the list may be empty.
     num_output_tokens: list[int] = field(default_factory=list)
     resumed_req_ids: frozenset[str] = frozenset()
     # Dense layout only: prompt and outputs of a resumed request.

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from runner_api.checks import is_integer
 from runner_api.errors import PlanError
 from runner_api.plan import CachedRequestData, NewRequestData, SchedulerOutput
 from runner_api.sampling_params import SamplingParams
@@ -43,11 +44,6 @@ def check_types(plan: SchedulerOutput) -> None:
     _integer("num_spec_tokens_to_schedule", plan.num_spec_tokens_to_schedule)
 
 
-def is_integer(value: Any) -> bool:
-    """Python and NumPy integers; not bools, not floats that happen to be whole."""
-    return type(value) is int or (isinstance(value, (int, np.integer)) and not isinstance(value, bool))
-
-
 def _new(new: NewRequestData) -> None:
     where = "scheduled_new_reqs"
     if not isinstance(new, NewRequestData):
@@ -77,7 +73,9 @@ def _cached(cached: CachedRequestData) -> None:
     for block_ids in cached.new_block_ids:
         if block_ids is not None:
             _blocks(f"{where}.new_block_ids", block_ids)
+    _integers(f"{where}.num_output_tokens", cached.num_output_tokens)
     _ids(f"{where}.resumed_req_ids", cached.resumed_req_ids)
+    _mapping(f"{where}.all_token_ids", cached.all_token_ids)
 
 
 def _ids(field: str, value: Any) -> None:

@@ -13,9 +13,10 @@ from typing import Any, Protocol, runtime_checkable
 
 from runner_api.capabilities import Capability
 from runner_api.config import BatchDescriptor, RunnerConfig
+from runner_api.errors import CapabilityError
 from runner_api.kv_cache import KVCacheConfig, KVCacheSpec
 from runner_api.outputs import AsyncModelRunnerOutput, DraftTokenIds, IntermediateTensors, ModelRunnerOutput
-from runner_api.plan import ForcedStep, GrammarOutput, SchedulerOutput
+from runner_api.plan import ForcedStep, GrammarOutput, NewRequestData, SchedulerOutput
 from runner_api.record import StepRecord
 
 
@@ -50,14 +51,19 @@ class ModelRunner(Protocol):
     def describe(self) -> RunnerInfo: ...
 
     def load_model(self, model: Any) -> None:
-        """`model`: a path to a checkpoint, a `Checkpoint`, a `WitnessConfig`, or a model object of this backend."""
+        """`model`: a path to a checkpoint, a `Checkpoint`, a `WitnessConfig`, or a model object of this backend.
+
+        May be called again until there is a KV cache; from then on it raises CallOrderError."""
         ...
 
     def get_kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         """Layer name to what the layer stores; raises CallOrderError before load_model."""
         ...
 
-    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None: ...
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
+        """Allocate the cache and start with no request. Between two steps it may be called again, which forgets
+        everything; while a step waits for its tokens it raises CallOrderError. Raises KVCacheError, ConfigError."""
+        ...
 
     def capture_graphs(self) -> tuple[BatchDescriptor, ...]:
         """Prepare whole-step graphs; an empty tuple where every step is launched piece by piece."""
@@ -90,7 +96,9 @@ class ModelRunner(Protocol):
         ...
 
     def poison_unused(self, value: int = -77, keep_blocks: Collection[int] = ()) -> None:
-        """Fill whatever no later step may read (free rows, freed blocks, stale columns, buffer tails)."""
+        """Fill whatever no later step may read (free rows, freed blocks, stale columns, buffer tails).
+
+        Between two steps only. value: a 32-bit integer; keep_blocks: ids of blocks whose contents may be read again."""
         ...
 
     def state_digest(self) -> Mapping[str, str]:
@@ -104,17 +112,48 @@ RunnerFactory = Callable[[RunnerConfig], ModelRunner]
 
 
 class ModelState(Protocol):
-    """Hooks for model families whose inputs need more than token ids and positions."""
+    """Hooks for model families whose steps need more than token ids, positions and the usual metadata.
 
-    def add_request(self, row: int, req_id: str) -> None: ...
+    A model brings its own as its attribute `model_state`; the others get `DefaultModelState`. `batch` is the runner's
+    own description of the step. Order in a step: `remove` for every request that leaves (while it still has its row),
+    `add` for every one that comes, then, if tokens are scheduled, `prepare_attn` once tables and slots are known,
+    `prepare_inputs` just before the model runs, and `postprocess` when the rows have advanced.
+    """
 
-    def remove_request(self, req_id: str) -> None: ...
+    def add(self, row: int, request: NewRequestData) -> None: ...
 
-    def prepare_inputs(self, batch: Any) -> Mapping[str, Any]: ...
+    def remove(self, req_id: str) -> None: ...
 
-    def prepare_attn(self, batch: Any) -> Mapping[str, Any]: ...
+    def prepare_attn(self, batch: Any) -> Mapping[str, Any]:
+        """Attention metadata by layer name, in place of what the runner has built."""
+        ...
 
-    def postprocess(self, batch: Any, num_sampled: Any) -> None: ...
+    def prepare_inputs(self, batch: Any) -> Mapping[str, Any]:
+        """More keyword arguments for the model's `forward`."""
+        ...
+
+    def postprocess(self, batch: Any, num_sampled: Any) -> None:
+        """num_sampled: int32[R] of this step, in batch order, where the backend keeps its arrays."""
+        ...
+
+
+class DefaultModelState:
+    """Nothing to keep and nothing to add."""
+
+    def add(self, row: int, request: NewRequestData) -> None:
+        pass
+
+    def remove(self, req_id: str) -> None:
+        pass
+
+    def prepare_attn(self, batch: Any) -> Mapping[str, Any]:
+        return {}
+
+    def prepare_inputs(self, batch: Any) -> Mapping[str, Any]:
+        return {}
+
+    def postprocess(self, batch: Any, num_sampled: Any) -> None:
+        pass
 
 
 class Collectives(Protocol):
@@ -139,3 +178,14 @@ class SingleRank:
 
     def all_gather(self, x: Any, axis: int = -1) -> Any:
         return x
+
+
+def check_shard(rank: int, size: int) -> None:
+    """Refuse to load a share of the weights where only all of them can be loaded. Raises CapabilityError."""
+    if (rank, size) != (0, 1):
+        raise CapabilityError(
+            "weights are not split between ranks",
+            field="parallel",
+            got=f"rank {rank} of {size}",
+            expected="rank 0 of 1",
+        )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner_api.capabilities import Capability
+from runner_api.checks import is_integer
 from runner_api.errors import SamplingParamsError, UnknownNameError
 
 # Temperatures between 0 and this are lifted to it: a smaller divisor overflows float32 logits.
@@ -62,45 +63,56 @@ class SamplingParams:
         object.__setattr__(self, name, value)
 
     def _normalise(self) -> None:
-        number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        """Plain Python numbers and tuples, so that equal parameters are equal objects and travel as JSON."""
+        self._set("temperature", number("temperature", self.temperature, 0.0, MAX_TEMPERATURE))
         if 0.0 < self.temperature < MIN_TEMPERATURE:
             self._set("temperature", MIN_TEMPERATURE)
-        self._set("stop", (self.stop,) if isinstance(self.stop, str) else items("stop", self.stop or (), str))
-        ids = items("stop_token_ids", self.stop_token_ids or (), numbers.Integral)
+        stop = () if self.stop is None else self.stop
+        self._set("stop", (stop,) if isinstance(stop, str) else items("stop", stop, str))
+        ids = token_ids("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids)
         self._set("stop_token_ids", tuple(dict.fromkeys(ids)))
-        if self.seed == -1:
-            self._set("seed", None)
-        integer("top_k", self.top_k, -1, INT64_MAX)
-        number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        number("min_p", self.min_p, 0.0, 1.0)
-        if self.top_k == -1:
-            self._set("top_k", 0)
+        if self.seed is not None:
+            seed = integer("seed", self.seed, INT64_MIN, INT64_MAX)
+            self._set("seed", None if seed == -1 else seed)
+        self._set("top_k", max(integer("top_k", self.top_k, -1, INT64_MAX), 0))
+        self._set("top_p", number("top_p", self.top_p, 0.0, 1.0, open_low=True))
+        self._set("min_p", number("min_p", self.min_p, 0.0, 1.0))
         if self.greedy:
             self._set("top_k", 0)
             self._set("top_p", 1.0)
             self._set("min_p", 0.0)
+        if self.allowed_token_ids is not None:
+            self._set("allowed_token_ids", token_ids("allowed_token_ids", self.allowed_token_ids))
+        if self.bad_words_token_ids is not None:
+            words = items("bad_words_token_ids", self.bad_words_token_ids, (list, tuple))
+            self._set("bad_words_token_ids", tuple(token_ids("bad_words_token_ids", word) for word in words))
+        if self.logit_bias is not None:
+            self._set("logit_bias", bias("logit_bias", self.logit_bias))
 
     def _check(self) -> None:
-        integer("n", self.n, 1, 1 if self.greedy else MAX_N)
-        if self.seed is not None:
-            integer("seed", self.seed, INT64_MIN, INT64_MAX)
-        number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        self._set("n", integer("n", self.n, 1, 1 if self.greedy else MAX_N))
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._set(name, number(name, getattr(self, name), -2.0, 2.0))
+        penalty = number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        self._set("repetition_penalty", penalty)
         if self.max_tokens is not None:
-            integer("max_tokens", self.max_tokens, 1, INT64_MAX)
-        integer("min_tokens", self.min_tokens, 0, INT64_MAX if self.max_tokens is None else self.max_tokens)
+            self._set("max_tokens", integer("max_tokens", self.max_tokens, 1, INT64_MAX))
+        most = INT64_MAX if self.max_tokens is None else self.max_tokens
+        self._set("min_tokens", integer("min_tokens", self.min_tokens, 0, most))
         for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None:
-                integer(name, value, -1, INT64_MAX)
+            if getattr(self, name) is not None:
+                self._set(name, integer(name, getattr(self, name), -1, INT64_MAX))
+        if not isinstance(self.ignore_eos, bool):
+            raise SamplingParamsError("a switch is on or off", field="ignore_eos", got=self.ignore_eos, expected="bool")
         if any(not s for s in self.stop):
             raise SamplingParamsError("a stop string is empty", field="stop", got=self.stop)
-        for token in self.stop_token_ids:
-            integer("stop_token_ids", token, 0, INT64_MAX)
-        allowed = self.allowed_token_ids
-        if allowed is not None and not items("allowed_token_ids", allowed, numbers.Integral):
+        if self.allowed_token_ids == ():
             raise SamplingParamsError("no token is allowed", field="allowed_token_ids", expected="at least one id")
+        if any(not word for word in self.bad_words_token_ids or ()):
+            raise SamplingParamsError(
+                "a bad word has no token", field="bad_words_token_ids", got=self.bad_words_token_ids,
+                expected="at least one id per word",
+            )  # fmt: skip
 
     def required_capabilities(self) -> frozenset[Capability]:
         """What a runner must offer to serve these parameters (stop conditions are the engine's)."""
@@ -126,37 +138,62 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Build from a mapping; an unknown key is an error that lists the valid names."""
+        """Build from a mapping; an unknown key is an error that lists the valid names.
+
+        JSON knows text keys only, so the token ids of `logit_bias` may come as text.
+        """
+        if not isinstance(values, Mapping):
+            raise SamplingParamsError("parameters come as a mapping", got=values, expected="a dict of name to value")
         names = {f.name for f in dataclasses.fields(cls)}
         for key in values:
             if key not in names:
                 raise UnknownNameError("sampling parameter", key, names)
-        return cls(**{k: _hashable(v) for k, v in values.items()})
+        plain = dict(values)
+        if isinstance(plain.get("logit_bias"), Mapping):
+            plain["logit_bias"] = {
+                int(k) if isinstance(k, str) and k.isdecimal() else k: v for k, v in plain["logit_bias"].items()
+            }
+        return cls(**plain)
 
 
-def _hashable(value: Any) -> Any:
-    return tuple(_hashable(v) for v in value) if isinstance(value, list) else value
-
-
-def items(name: str, value: Any, kind: type) -> tuple[Any, ...]:
+def items(name: str, value: Any, kind: type | tuple[type, ...]) -> tuple[Any, ...]:
     """The value as a tuple; refuse what is not a list, tuple or set of `kind`."""
     if not isinstance(value, (list, tuple, set, frozenset)) or not all(isinstance(v, kind) for v in value):
-        raise SamplingParamsError("wrong kind", field=name, got=value, expected=f"a list of {kind.__name__}")
+        kinds = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        raise SamplingParamsError(
+            "is not a list of the right kind", field=name, got=value, expected=f"a list of {kinds}"
+        )
     return tuple(value)
 
 
-def number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    """Refuse what is not a finite real number in [low, high] (or (low, high] with `open_low`)."""
-    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_real or not low <= value <= high or value == math.inf or (open_low and value == low):
+def token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """The token ids as a tuple; refuse what is no list of integers >= 0 (the model knows the upper end)."""
+    return tuple(integer(name, token, 0, INT64_MAX) for token in items(name, value, object))
+
+
+def bias(name: str, value: Any) -> dict[int, float]:
+    """A copy with plain numbers; refuse what is not a mapping of token ids to finite numbers."""
+    if not isinstance(value, Mapping):
+        raise SamplingParamsError("is not a mapping", field=name, got=value, expected="a dict of token id to number")
+    return {integer(name, k, 0, INT64_MAX): number(name, v, -math.inf, math.inf) for k, v in value.items()}
+
+
+def number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
+    """The value as a float; refuse what is not a finite real number in [low, high] (or (low, high])."""
+    try:
+        plain = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:  # an integer or fraction beyond every float
+        plain = math.inf
+    if not math.isfinite(plain) or not low <= plain <= high or (open_low and plain == low):
         bracket = "(" if open_low else "["
         raise SamplingParamsError(
-            "out of range", field=name, got=value, expected=f"a number in {bracket}{low}, {high}]"
+            "out of range", field=name, got=value, expected=f"a finite number in {bracket}{low}, {high}]"
         )
+    return plain
 
 
-def integer(name: str, value: Any, low: int, high: int) -> None:
-    """Refuse what is not an integer in [low, high]."""
-    is_integral = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_integral or not low <= value <= high:
+def integer(name: str, value: Any, low: int, high: int) -> int:
+    """The value as an int; refuse what is not an integer in [low, high]."""
+    if not is_integer(value) or not low <= value <= high:
         raise SamplingParamsError("out of range", field=name, got=value, expected=f"an integer in [{low}, {high}]")
+    return int(value)

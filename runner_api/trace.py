@@ -20,7 +20,9 @@ from runner_api.constants import SCHEMA_VERSION, VLLM_RECORDING_FORMAT
 from runner_api.errors import RunnerError, TraceError
 from runner_api.plan import CachedRequestData, NewRequestData, SchedulerOutput
 from runner_api.record import StepRecord
+from runner_api.record_check import check_own_record
 from runner_api.sampling_params import SamplingParams
+from runner_api.trace_vllm import check_meta, check_outputs, step_from_vllm
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +43,24 @@ class Trace:
 
 
 def save_trace(path: str | Path, steps: Iterable[StepRecord], meta: Mapping[str, Any] | None = None) -> None:
-    """Write a trace; `load_trace` reads back equal records. A file without its footer is refused when read."""
+    """Write a trace; `load_trace` reads back equal records. A file without its footer is refused when read.
+
+    Raises TraceError for what is no StepRecord, for values that JSON has no form for, and for a file that cannot be
+    written.
+    """
     count = 0
-    with open(path, "w", encoding="utf-8") as f:
-        f.write(json.dumps({"trace": {"schema_version": SCHEMA_VERSION, **(meta or {})}}) + "\n")
-        for record in steps:
-            f.write(json.dumps(_encode(record)) + "\n")
-            count += 1
-        f.write(json.dumps({"end": {"steps": count}}) + "\n")
+    try:
+        with open(path, "w", encoding="utf-8") as f:
+            f.write(json.dumps({"trace": {"schema_version": SCHEMA_VERSION, **(meta or {})}}) + "\n")
+            for record in steps:
+                check_own_record(record, f"step {count}")
+                f.write(json.dumps(_encode(record)) + "\n")
+                count += 1
+            f.write(json.dumps({"end": {"steps": count}}) + "\n")
+    except OSError as e:
+        raise TraceError(f"cannot be written: {e}", field=str(path)) from e
+    except (TypeError, ValueError) as e:
+        raise TraceError(f"cannot be told in JSON: {e}", field=f"{path}: step {count}") from e
 
 
 def _encode(value: Any) -> Any:
@@ -95,6 +107,9 @@ def _decode(value: Any) -> Any:
         return {k if not isinstance(k, list) else tuple(k): _decode(v) for k, v in value["items"]}
     cls = _TYPES[str(kind)]
     fields = {k: _decode(v) for k, v in value.items() if k != "$"}
+    missing = [f.name for f in dataclasses.fields(cls) if f.name not in fields]
+    if missing:
+        raise TypeError(f"{kind} without {', '.join(missing)}")
     if cls is BatchDescriptor:
         fields["cg_mode"] = CUDAGraphMode[fields["cg_mode"]]
     return cls(**fields)
@@ -147,9 +162,8 @@ def _load_own(path: Path, meta: Any, lines: list[str]) -> Trace:
     for number, line in enumerate(lines[1:-1], 2):
         try:
             record = _decode(_parse(path, number, line))
-            if not isinstance(record, StepRecord):
-                raise TypeError(f"{type(record).__name__} is not a StepRecord")
-        except RunnerError:
+            check_own_record(record, f"{path}:{number}")
+        except TraceError:
             raise
         except Exception as e:
             raise TraceError(f"broken record: {type(e).__name__}: {e}", field=f"{path}:{number}") from e
@@ -159,127 +173,29 @@ def _load_own(path: Path, meta: Any, lines: list[str]) -> Trace:
 
 # -- recordings of vLLM ---------------------------------------------------------------------------------------
 
-_META_KEYS = ("source", "runner", "model", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
-              "num_gpu_blocks_override")  # fmt: skip
-
 
 def _load_vllm(path: Path, meta: Any, lines: list[str]) -> Trace:
     if not isinstance(meta, dict) or meta.get("recording_format") != VLLM_RECORDING_FORMAT:
         got = meta.get("recording_format") if isinstance(meta, dict) else meta
         raise TraceError("recording format", field=f"{path}:1", got=got, expected=VLLM_RECORDING_FORMAT)
-    for key in _META_KEYS:
-        if key not in meta:
-            raise TraceError("missing field", field=f"{path}:1 meta.{key}")
+    check_meta(meta, f"{path}:1 meta")
     steps: list[StepRecord] = []
-    outputs: Mapping[str, Any] | None = None
     for number, line in enumerate(lines[1:], 2):
-        value = _parse(path, number, line)
+        value, where = _parse(path, number, line), f"{path}:{number}"
         if "outputs" in value:
-            outputs = value["outputs"]
-            break
+            rest = next((n for n, text in enumerate(lines[number:], number + 1) if text.strip()), None)
+            if rest is not None:
+                raise TraceError("goes on behind its outputs", field=f"{path}:{rest}", expected="the end of the file")
+            check_outputs(value["outputs"], steps, where)
+            return Trace(path.stem, meta, tuple(steps), value["outputs"])
         try:
-            steps.append(_step_from_vllm(value, meta))
+            if type(value["step"]) is not int or value["step"] != len(steps):
+                raise TraceError("step number", field="step", got=value["step"], expected=len(steps))
+            steps.append(step_from_vllm(value, meta))
         except RunnerError as e:
-            raise TraceError(f"broken step: {e}", field=f"{path}:{number}") from e
+            raise TraceError(f"broken step: {e}", field=where) from e
         except KeyError as e:
-            raise TraceError(f"missing field {e.args[0]!r}", field=f"{path}:{number}") from e
-        except (TypeError, ValueError, AttributeError) as e:
-            raise TraceError(f"broken step: {type(e).__name__}: {e}", field=f"{path}:{number}") from e
-    if outputs is None:
-        raise TraceError("is cut short", field=f"{path}:{len(lines)}", expected="a last line with 'outputs'")
-    return Trace(path.stem, meta, tuple(steps), outputs)
-
-
-def _params_from_vllm(values: Mapping[str, Any]) -> SamplingParams:
-    """The engine already folded the end-of-sequence ids into `all_stop_token_ids`; everything else has our names."""
-    kept = {k: v for k, v in values.items() if k not in ("all_stop_token_ids", "output_kind", "logprob_token_ids")}
-    if kept.get("logit_bias"):
-        kept["logit_bias"] = {int(k): v for k, v in kept["logit_bias"].items()}
-    return SamplingParams.from_dict(kept)
-
-
-def _plan_from_vllm(plan: Mapping[str, Any]) -> SchedulerOutput:
-    new = []
-    for r in plan["new"]:
-        params = _params_from_vllm(r["sampling_params"])
-        prefill = r["prefill_token_ids"] if r["prefill_token_ids"] is not None else r["prompt_token_ids"]
-        new.append(
-            NewRequestData(
-                r["req_id"],
-                r["prompt_token_ids"],
-                prefill,
-                r["num_computed_tokens"],
-                tuple(list(b) for b in r["block_ids"]),
-                params,
-                seed=params.seed or 0,
-            )
-        )
-    c = plan["cached"]
-    cached = CachedRequestData(
-        list(c["req_ids"]),
-        list(c["num_computed_tokens"]),
-        [None if b is None else tuple(list(x) for x in b) for b in c["new_block_ids"]],
-        list(c["num_output_tokens"]),
-        frozenset(c["resumed"]),
-    )
-    return SchedulerOutput(
-        new, cached, dict(plan["num_scheduled_tokens"]), plan["total"], dict(plan["spec"]),
-        frozenset(plan["finished"]), frozenset(plan["preempted"]),
-    )  # fmt: skip
-
-
-def _step_from_vllm(value: Mapping[str, Any], meta: Mapping[str, Any]) -> StepRecord:
-    plan = _plan_from_vllm(value["plan"])
-    runner = f"{meta['source']} {meta['runner']}"
-    batch = value.get("batch")
-    if batch is None:
-        return StepRecord(plan, runner=runner)
-    sampled = value["sampled"]
-    dense = "slot_mapping" in batch
-    mode = CUDAGraphMode[batch.get("cg_mode", "NONE")]
-    num_reqs, num_tokens = len(batch["req_ids"]), len(batch["input_ids"])
-    tokens_padded = batch.get("num_tokens_padded", num_tokens)
-    reqs_padded = batch.get("num_reqs_padded", num_reqs)
-    descriptor = BatchDescriptor(mode, tokens_padded, reqs_padded if mode is CUDAGraphMode.FULL else None)
-    width = max((len(row) for row in sampled["token_ids"]), default=1)
-    record = {
-        "plan": plan,
-        "num_reqs": num_reqs,
-        "num_reqs_padded": reqs_padded,
-        "num_tokens": num_tokens,
-        "num_tokens_padded": tokens_padded,
-        "descriptor": descriptor,
-        "req_ids": tuple(batch["req_ids"]),
-        "idx_mapping": np.array(batch["idx_mapping"] if not dense else range(num_reqs), np.int64),
-        "query_start_loc": np.array(batch["query_start_loc"], np.int32),
-        "seq_lens": np.array(batch["seq_lens"], np.int32),
-        "input_ids": np.array(batch["input_ids"], np.int32),
-        "positions": np.array(batch["positions"], np.int64),
-        "logits_indices": np.array(batch["logits_indices"], np.int64),
-        "slot_mappings": np.array([batch["slot_mapping"]] if dense else batch["slot_mappings"], np.int64),
-        "token_ids": np.array(sampled["token_ids"], np.int64).reshape(num_reqs, width),
-        "runner": runner,
-    }
-    if not dense:
-        record["num_sampled"] = np.array(sampled["num_sampled"], np.int32)
-        record["cu_num_logits"] = np.array(batch["cu_num_logits"], np.int32)
-        record["block_tables"] = tuple(
-            tuple(np.array(row, np.int32) for row in group) for group in batch["block_tables"]
-        )
-    for name, source, dtype in (
-        ("expanded_idx_mapping", batch, np.int64),
-        ("expanded_local_pos", batch, np.int32),
-        ("num_rejected", sampled, np.int32),
-        ("logprobs", sampled, np.float32),
-        ("ranks", sampled, np.int64),
-    ):
-        if source.get(name) is not None:
-            record[name] = np.array(source[name], dtype)
-    if sampled.get("logprob_token_ids") is not None:
-        record["logprob_token_ids"] = np.array(sampled["logprob_token_ids"], np.int64)
-    if batch.get("draft_tokens_state") is not None:
-        record["draft_token_ids"] = np.array(batch["draft_tokens_state"], np.int64)
-    record["extra"] = {k: sampled[k] for k in ("top2_margin", "target_argmax") if k in sampled} | {
-        "step": value["step"]
-    }
-    return StepRecord(**record)
+            raise TraceError(f"missing field {e.args[0]!r}", field=where) from e
+        except (TypeError, ValueError, AttributeError, OverflowError) as e:
+            raise TraceError(f"broken step: {type(e).__name__}: {e}", field=where) from e
+    raise TraceError("is cut short", field=f"{path}:{len(lines)}", expected="a last line with 'outputs'")

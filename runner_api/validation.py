@@ -9,46 +9,21 @@ Source: the preconditions of vLLM 0.33's runner.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
 
+from runner_api.block_checks import BlockHolders, check_block_operations, check_blocks, check_group_count, check_writes
 from runner_api.capabilities import Capability
 from runner_api.config import RunnerConfig
-from runner_api.constants import NULL_BLOCK_ID, PLACEHOLDER_TOKEN_ID
+from runner_api.constants import PLACEHOLDER_TOKEN_ID
 from runner_api.errors import CapabilityError, PlanError, RunnerError
 from runner_api.kv_cache import KVCacheConfig
-from runner_api.plan import BlockIds, NewRequestData, SchedulerOutput
+from runner_api.live_request import LiveRequest, Scheduled
+from runner_api.new_request_checks import check_features, check_prompt
+from runner_api.plan import NewRequestData, SchedulerOutput
 from runner_api.plan_types import check_types
-from runner_api.sampling_params import INT64_MAX, INT64_MIN
 
-
-@dataclass(slots=True)
-class LiveRequest:
-    """What the host knows of one request."""
-
-    prompt_len: int
-    prefill_len: int
-    computed_upper: int  # if every draft in flight is accepted
-    computed_lower: int  # if every draft in flight is rejected
-    block_ids: tuple[list[int], ...]
-
-
-@dataclass(slots=True)
-class Scheduled:
-    """One request of the plan that is being checked: what it held before, and what the plan adds."""
-
-    prefill_len: int
-    computed: int
-    held: Sequence[Sequence[int]]  # blocks checked by an earlier plan, per group
-    more: Sequence[Sequence[int]]  # blocks that this plan brings, per group
-
-    def num_blocks(self, group: int) -> int:
-        return len(self.held[group]) + len(self.more[group])
-
-    def block(self, group: int, column: int) -> int:
-        held = self.held[group]
-        return held[column] if column < len(held) else self.more[group][column - len(held)]
+__all__ = ["LiveRequest", "PlanValidator"]
 
 
 @dataclass(slots=True)
@@ -60,6 +35,10 @@ class PlanValidator:
     vocab_size: int
     capabilities: frozenset[Capability]
     requests: dict[str, LiveRequest] = field(default_factory=dict)
+    _holders: BlockHolders = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._holders = BlockHolders(self.config, self.kv_cache_config)
 
     # -- the entry points -------------------------------------------------------------------------------------
 
@@ -80,17 +59,21 @@ class PlanValidator:
     def commit(self, plan: SchedulerOutput) -> None:
         """Advance the picture by an accepted plan."""
         for req_id in plan.finished_req_ids | plan.preempted_req_ids:
-            self.requests.pop(req_id, None)
+            gone = self.requests.pop(req_id, None)
+            if gone is not None:
+                self._holders.remove(req_id, gone.block_ids)
         for new in plan.scheduled_new_reqs:
             computed, block_ids = int(new.num_computed_tokens), tuple(list(ids) for ids in new.block_ids)
             self.requests[new.req_id] = LiveRequest(
-                new.prompt_len, len(new.prefill_token_ids), computed, computed, block_ids
+                new.prompt_len, len(new.prefill_token_ids), computed, computed, block_ids, _wants_logprobs(new)
             )
+            self._holders.add(new.req_id, block_ids, [0] * len(block_ids))
         cached = plan.scheduled_cached_reqs
         for req_id, computed, ids in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
             live = self.requests[req_id]
             live.computed_upper = int(computed)
             if ids is not None:
+                self._holders.add(req_id, ids, [len(owned) for owned in live.block_ids])
                 for owned, more in zip(live.block_ids, ids, strict=True):
                     owned.extend(more)
         for req_id, n in plan.num_scheduled_tokens.items():
@@ -131,9 +114,10 @@ class PlanValidator:
             n = int(plan.num_scheduled_tokens.get(req_id, 0))  # a new request may wait for its first tokens
             if n:
                 self._check_lengths(plan, req_id, n, request)
-            self._check_blocks(req_id, n, request)
-        self._check_writes(plan, scheduled)
-        self._check_block_operations(plan)
+            check_blocks(self.kv_cache_config, self.config.max_model_len, req_id, n, request)
+        self._check_logprobs(plan, scheduled)
+        check_writes(plan, scheduled, self._holders, self.requests, removed)
+        check_block_operations(self.kv_cache_config, plan)
 
     def _is_live(self, req_id: str, removed: frozenset[str]) -> bool:
         return req_id in self.requests and req_id not in removed
@@ -151,12 +135,12 @@ class PlanValidator:
                     got="listed twice" if req_id in scheduled else "live",
                     expected="an id that is not live, or finished or preempted by the same plan",
                 )
-            self._check_prompt(new)
-            self._check_features(new)
-            self._check_group_count(where, req_id, new.block_ids)
+            check_prompt(new, self.config.max_model_len, self.vocab_size)
+            check_features(new, self.capabilities, self.vocab_size)
+            check_group_count(self.kv_cache_config, where, req_id, new.block_ids)
             nothing = [()] * len(new.block_ids)
             scheduled[req_id] = Scheduled(
-                len(new.prefill_token_ids), int(new.num_computed_tokens), nothing, new.block_ids
+                len(new.prefill_token_ids), int(new.num_computed_tokens), nothing, new.block_ids, _wants_logprobs(new)
             )
         rows = len(self.requests) - len(self.requests.keys() & removed) + len(scheduled)
         if rows > self.config.max_num_reqs:
@@ -167,88 +151,6 @@ class PlanValidator:
                 got=rows,
                 expected=f"at most max_num_reqs = {self.config.max_num_reqs}",
                 hint="Finish or preempt some, or raise max_num_reqs",
-            )
-
-    def _check_prompt(self, new: NewRequestData) -> None:
-        req_id, known = new.req_id, new.prefill_token_ids
-        prefill_len = len(known)
-        if prefill_len < 1 or prefill_len < new.prompt_len or prefill_len > self.config.max_model_len:
-            raise PlanError(
-                "number of known tokens",
-                code="MR-ERR-024",
-                field="prefill_token_ids",
-                req_id=req_id,
-                got=prefill_len,
-                expected=f"from max(1, prompt length {new.prompt_len}) to max_model_len {self.config.max_model_len}",
-            )
-        if min(known) < 0 or max(known) >= self.vocab_size:
-            raise PlanError(
-                "token id out of range",
-                code="MR-ERR-025",
-                field="prefill_token_ids",
-                req_id=req_id,
-                got=next(t for t in known if not 0 <= t < self.vocab_size),
-                expected=f"0 <= id < {self.vocab_size}",
-            )
-        if list(known[: new.prompt_len]) != list(new.prompt_token_ids):
-            raise PlanError(
-                "the known tokens do not begin with the prompt",
-                code="MR-ERR-024",
-                field="prompt_token_ids",
-                req_id=req_id,
-                expected="prefill_token_ids = prompt_token_ids, then the outputs drawn so far",
-            )
-        if not 0 <= new.num_computed_tokens < prefill_len:
-            raise PlanError(
-                "computed tokens of a new request",
-                code="MR-ERR-026",
-                field="num_computed_tokens",
-                req_id=req_id,
-                got=new.num_computed_tokens,
-                expected=f"0 <= n < {prefill_len}: the last known token must be computed to get its logits",
-            )
-
-    def _check_features(self, new: NewRequestData) -> None:
-        wanted: set[Capability] = set()
-        params = new.sampling_params
-        if params is not None:
-            wanted |= params.required_capabilities()
-        for value, capability in (
-            (new.pooling_params, Capability.POOLING),
-            (new.lora_request, Capability.LORA),
-            (new.mm_features or None, Capability.MULTIMODAL),
-            (new.prompt_embeds, Capability.PROMPT_EMBEDS),
-        ):
-            if value is not None:
-                wanted.add(capability)
-        refused = sorted(c.value for c in wanted - self.capabilities)
-        if refused:
-            raise CapabilityError(
-                f"this runner does not offer {', '.join(refused)}",
-                field="scheduled_new_reqs",
-                req_id=new.req_id,
-                hint="`modelrunner runners` lists what each runner offers",
-            )
-        if not INT64_MIN <= new.seed <= INT64_MAX:
-            raise PlanError(
-                "seed out of range", code="MR-ERR-027", field="seed", req_id=new.req_id, got=new.seed,
-                expected="a signed 64-bit integer",
-            )  # fmt: skip
-        if params is not None and params.logprobs is not None and params.logprobs > self.vocab_size:
-            raise PlanError(
-                "more log probabilities than tokens", code="MR-ERR-046", field="sampling_params.logprobs",
-                req_id=new.req_id, got=params.logprobs, expected=f"-1 .. {self.vocab_size}",
-            )  # fmt: skip
-
-    def _check_group_count(self, where: str, req_id: str, block_ids: BlockIds) -> None:
-        if len(block_ids) != len(self.kv_cache_config.groups):
-            raise PlanError(
-                "number of KV cache groups",
-                code="MR-ERR-028",
-                field=f"{where}.block_ids",
-                req_id=req_id,
-                got=len(block_ids),
-                expected=len(self.kv_cache_config.groups),
             )
 
     def _check_counts(self, plan: SchedulerOutput, removed: frozenset[str], added: set[str]) -> None:
@@ -262,7 +164,7 @@ class PlanValidator:
             drafts = len(plan.scheduled_spec_decode_tokens.get(req_id, ()))
             if n < 1 + drafts:
                 raise PlanError(
-                    "scheduled tokens",
+                    "too few scheduled tokens",
                     code="MR-ERR-030",
                     field="num_scheduled_tokens",
                     req_id=req_id,
@@ -311,13 +213,15 @@ class PlanValidator:
                     )  # fmt: skip
         if not 0 <= plan.num_spec_tokens_to_schedule <= most:
             raise PlanError(
-                "drafts to propose", code="MR-ERR-033", field="num_spec_tokens_to_schedule",
+                "cannot propose so many drafts", code="MR-ERR-033", field="num_spec_tokens_to_schedule",
                 got=plan.num_spec_tokens_to_schedule, expected=f"0 .. num_speculative_tokens = {most}",
             )  # fmt: skip
 
     def _check_cached(self, plan: SchedulerOutput, removed: frozenset[str], scheduled: dict[str, Scheduled]) -> None:
         cached, where = plan.scheduled_cached_reqs, "scheduled_cached_reqs"
         lengths = [len(cached.req_ids), len(cached.num_computed_tokens), len(cached.new_block_ids)]
+        if cached.num_output_tokens:  # nothing here reads them; a list that is given must still fit
+            lengths.append(len(cached.num_output_tokens))
         if len(set(lengths)) != 1:
             raise PlanError("parallel lists differ in length", code="MR-ERR-034", field=where, got=lengths)
         if cached.resumed_req_ids:
@@ -329,6 +233,12 @@ class PlanValidator:
                 expected="none",
                 hint="Send it in scheduled_new_reqs with all its tokens in prefill_token_ids",
             )
+        if cached.all_token_ids:
+            raise PlanError(
+                "tokens of a resumed request belong to the dense layout", code="MR-ERR-035", field="all_token_ids",
+                got=sorted(cached.all_token_ids), expected="none",
+                hint="Send it in scheduled_new_reqs with all its tokens in prefill_token_ids",
+            )  # fmt: skip
         nothing = [()] * len(self.kv_cache_config.groups)
         for req_id, computed, ids in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
             if not self._is_live(req_id, removed) or req_id in scheduled:
@@ -349,13 +259,13 @@ class PlanValidator:
                     hint="The runner owns this counter; preempt the request to rewind it",
                 )
             if ids is not None:
-                self._check_group_count(where, req_id, ids)
+                check_group_count(self.kv_cache_config, where, req_id, ids)
             if req_id not in plan.num_scheduled_tokens:
                 raise PlanError(
                     "cached request without scheduled tokens", code="MR-ERR-021", field=where, req_id=req_id
                 )
             scheduled[req_id] = Scheduled(
-                live.prefill_len, int(computed), live.block_ids, nothing if ids is None else ids
+                live.prefill_len, int(computed), live.block_ids, nothing if ids is None else ids, live.wants_logprobs
             )
 
     def _check_lengths(self, plan: SchedulerOutput, req_id: str, n: int, request: Scheduled) -> None:
@@ -383,74 +293,19 @@ class PlanValidator:
                 expected=f"at most {self.config.max_model_len - 1}, so that the sampled token has a place",
             )
 
-    def _check_blocks(self, req_id: str, n: int, request: Scheduled) -> None:
-        num_blocks, computed = self.kv_cache_config.num_blocks, request.computed
-        for g, group in enumerate(self.kv_cache_config.groups):
-            spec, where = group.spec, f"block_ids (group {g})"
-            count = request.num_blocks(g)
-            if spec.has_slot_mapping and count * spec.block_size < computed + n:
-                raise PlanError(
-                    "a scheduled position has no block",
-                    code="MR-ERR-039",
-                    field=where,
+    def _check_logprobs(self, plan: SchedulerOutput, scheduled: dict[str, Scheduled]) -> None:
+        """A step with drafts has several logits rows per request, for which no log probabilities are handed out."""
+        if not any(plan.scheduled_spec_decode_tokens.values()):
+            return
+        for req_id in plan.num_scheduled_tokens:
+            if scheduled[req_id].wants_logprobs:
+                raise CapabilityError(
+                    "log probabilities are not offered in a step with drafts",
+                    field="scheduled_spec_decode_tokens",
                     req_id=req_id,
-                    got=f"{count} blocks of {spec.block_size}",
-                    expected=f"room for {computed + n} tokens",
+                    hint="Schedule requests that ask for log probabilities apart from requests with drafts",
                 )
-            more = request.more[g]
-            if not more:
-                continue
-            width = spec.block_table_width(self.config.max_model_len)
-            if count > width:
-                raise PlanError(
-                    "more blocks than the table has columns", code="MR-ERR-040", field=where, req_id=req_id,
-                    got=count, expected=f"at most {width}", hint="Raise max_model_len",
-                )  # fmt: skip
-            if min(more) > NULL_BLOCK_ID and max(more) < num_blocks:
-                continue
-            # The null block stands in for blocks that a window has left behind, and for nothing else.
-            behind = max(computed - spec.window_reach, 0) // spec.block_size if spec.window_reach else 0
-            for column, block in enumerate(more, len(request.held[g])):
-                if not 0 < block < num_blocks and not (block == NULL_BLOCK_ID and column < behind):
-                    raise PlanError(
-                        "block id out of range",
-                        code="MR-ERR-041",
-                        field=where,
-                        req_id=req_id,
-                        got=block,
-                        expected=f"1 <= id < num_blocks = {num_blocks} (column {column})",
-                    )
 
-    def _check_writes(self, plan: SchedulerOutput, scheduled: dict[str, Scheduled]) -> None:
-        """No slot is written twice in a step. Works on runs of slots inside one block, never on single tokens."""
-        for g, group in enumerate(self.kv_cache_config.groups):
-            if not group.spec.has_slot_mapping:
-                continue
-            size = group.spec.block_size
-            runs = []
-            for req_id, n in plan.num_scheduled_tokens.items():
-                request = scheduled[req_id]
-                start, end = request.computed, request.computed + int(n)
-                for column in range(start // size, (end - 1) // size + 1):
-                    low, high = max(start - column * size, 0), min(end - column * size, size)
-                    runs.append((request.block(g, column), low, high, req_id))
-            runs.sort()
-            for (block, _, high, first), (other, low, _, second) in pairwise(runs):
-                if block == other and low < high:
-                    raise PlanError(
-                        "two writes to one slot in one step",
-                        code="MR-ERR-042",
-                        field=f"block_ids (group {g})",
-                        req_id=second,
-                        got=f"block {block} offset {low}, also written for {first!r}",
-                        expected="each slot written once (reading shared blocks is legal)",
-                    )
 
-    def _check_block_operations(self, plan: SchedulerOutput) -> None:
-        ids = [*plan.new_block_ids_to_zero, *(i for pair in plan.kv_cache_block_copies for i in pair)]
-        for block in ids:
-            if not 0 < block < self.kv_cache_config.num_blocks:
-                raise PlanError(
-                    "block id out of range", code="MR-ERR-041", field="new_block_ids_to_zero / kv_cache_block_copies",
-                    got=block, expected=f"1 <= id < num_blocks = {self.kv_cache_config.num_blocks}",
-                )  # fmt: skip
+def _wants_logprobs(new: NewRequestData) -> bool:
+    return new.sampling_params is not None and new.sampling_params.logprobs is not None

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from runner_api.checks import check_integer
 from runner_api.errors import ConfigError
 from runner_api.kv_cache import KVCacheSpec
 
@@ -37,6 +38,12 @@ class WitnessGroup:
     block_size: int = 16
     sliding_window: int | None = None
 
+    def __post_init__(self) -> None:
+        self.kv_cache_spec()  # refuses sizes that cannot be
+
+    def kv_cache_spec(self) -> KVCacheSpec:
+        return KVCacheSpec(self.block_size, 1, 1, "int64", kind="token_position", sliding_window=self.sliding_window)
+
 
 @dataclass(frozen=True, slots=True)
 class WitnessConfig:
@@ -46,16 +53,13 @@ class WitnessConfig:
     groups: tuple[WitnessGroup, ...] = (WitnessGroup(),)
 
     def __post_init__(self) -> None:
-        if self.vocab_size < 2:
-            raise ConfigError("too small", field="vocab_size", got=self.vocab_size, expected=">= 2")
-        if not self.groups:
+        check_integer("vocab_size", self.vocab_size, 2)
+        if not isinstance(self.groups, (tuple, list)) or not self.groups:
             raise ConfigError("no KV cache group", field="groups", got=self.groups, expected="at least one")
+        for group in self.groups:
+            if not isinstance(group, WitnessGroup):
+                raise ConfigError("not a KV cache group", field="groups", got=group, expected="a WitnessGroup")
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         """One layer `witness.<g>` per group."""
-        return {
-            f"witness.{g}": KVCacheSpec(
-                group.block_size, 1, 1, "int64", kind="token_position", sliding_window=group.sliding_window
-            )
-            for g, group in enumerate(self.groups)
-        }
+        return {f"witness.{g}": group.kv_cache_spec() for g, group in enumerate(self.groups)}

@@ -8,9 +8,13 @@ import numpy as np
 
 from cpu_reference.attn_metadata import AttentionMetadata
 from cpu_reference.kv_cache import LayerCache
+from runner_api.config import ParallelContext
 from runner_api.errors import ConfigError
 from runner_api.kv_cache import KVCacheSpec
+from runner_api.protocol import Collectives, SingleRank
 from runner_api.witness import WitnessConfig
+
+ONE_RANK = ParallelContext()
 
 
 class Model(Protocol):
@@ -36,8 +40,13 @@ class Model(Protocol):
         ...
 
 
-def build_model(model: Any, dtype: str) -> Model:
-    """From a path, an open Checkpoint, a WitnessConfig or a model object."""
+def build_model(
+    model: Any, dtype: str, parallel: ParallelContext = ONE_RANK, collectives: Collectives | None = None
+) -> Model:
+    """From a path, an open Checkpoint, a WitnessConfig or a model object.
+
+    parallel: whose share of the weights is loaded; collectives: how its rank meets the others (None: it is alone).
+    """
     from cpu_reference.models.llama import LlamaModel
     from cpu_reference.models.witness import WitnessModel
 
@@ -56,4 +65,4 @@ def build_model(model: Any, dtype: str) -> Model:
         from runner_api.checkpoint import load_checkpoint
 
         model = load_checkpoint(model)
-    return LlamaModel(model, np.dtype(dtype))
+    return LlamaModel(model, np.dtype(dtype), collectives or SingleRank(), rank=parallel.tp_rank, size=parallel.tp_size)

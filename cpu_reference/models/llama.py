@@ -14,17 +14,23 @@ from cpu_reference.attn_metadata import AttentionMetadata
 from cpu_reference.kv_cache import LayerCache, reshape_and_cache
 from cpu_reference.ops import apply_rotary, linear, rms_norm, rotary_tables, silu_and_mul
 from runner_api.kv_cache import KVCacheSpec
-from runner_api.protocol import Collectives, SingleRank
+from runner_api.protocol import Collectives, SingleRank, check_shard
 
 DEFAULT_BLOCK_SIZE = 16
 
 
 class LlamaModel:
-    """Weights in `dtype` (float32 or float64); layer i attends under the name `model.layers.i.self_attn`."""
+    """Weights in `dtype` (float32 or float64); layer i attends under the name `model.layers.i.self_attn`.
 
-    def __init__(self, checkpoint: Any, dtype: np.dtype, collectives: Collectives | None = None) -> None:
+    rank, size: whose share of the weights is loaded; raises CapabilityError for any but the whole.
+    """
+
+    def __init__(
+        self, checkpoint: Any, dtype: np.dtype, collectives: Collectives | None = None, *, rank: int = 0, size: int = 1
+    ) -> None:
         from runner_api.checkpoint.rope import inverse_frequencies
 
+        check_shard(rank, size)
         self.config = config = checkpoint.config
         self.vocab_size = config.vocab_size
         self.max_position_embeddings = config.max_position_embeddings

@@ -11,9 +11,13 @@ import torch
 
 from gpu_backend.attn_metadata import AttentionMetadata
 from gpu_backend.kv_cache import LayerCache
+from runner_api.config import ParallelContext
 from runner_api.errors import ConfigError
 from runner_api.kv_cache import KVCacheSpec
+from runner_api.protocol import Collectives, SingleRank
 from runner_api.witness import WitnessConfig
+
+ONE_RANK = ParallelContext()
 
 
 class Model(Protocol):
@@ -42,8 +46,17 @@ class Model(Protocol):
         ...
 
 
-def build_model(model: Any, dtype: str, device: torch.device) -> Model:
-    """From a path, an open Checkpoint, a WitnessConfig or a model object."""
+def build_model(
+    model: Any,
+    dtype: str,
+    device: torch.device,
+    parallel: ParallelContext = ONE_RANK,
+    collectives: Collectives | None = None,
+) -> Model:
+    """From a path, an open Checkpoint, a WitnessConfig or a model object.
+
+    parallel: whose share of the weights is loaded; collectives: how its rank meets the others (None: it is alone).
+    """
     from gpu_backend.models.llama import LlamaModel
     from gpu_backend.models.witness import WitnessModel
 
@@ -60,4 +73,6 @@ def build_model(model: Any, dtype: str, device: torch.device) -> Model:
         from runner_api.checkpoint import load_checkpoint
 
         model = load_checkpoint(model)
-    return LlamaModel(model, getattr(torch, dtype), device)
+    return LlamaModel(
+        model, getattr(torch, dtype), device, collectives or SingleRank(), rank=parallel.tp_rank, size=parallel.tp_size
+    )

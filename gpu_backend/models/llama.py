@@ -17,7 +17,7 @@ from gpu_backend.attn_metadata import AttentionMetadata
 from gpu_backend.kv_cache import LayerCache, reshape_and_cache
 from gpu_backend.ops import apply_rotary, linear, rms_norm, rotary_tables, silu_and_mul
 from runner_api.kv_cache import KVCacheSpec
-from runner_api.protocol import Collectives, SingleRank
+from runner_api.protocol import Collectives, SingleRank, check_shard
 
 DEFAULT_BLOCK_SIZE = 16
 
@@ -30,13 +30,18 @@ def to_torch(array: np.ndarray, dtype: torch.dtype, device: torch.device) -> tor
 
 
 class LlamaModel:
-    """Weights in `dtype` (float32, float16 or bfloat16); layer i attends under the name `model.layers.i.self_attn`."""
+    """Weights in `dtype` (float32, float16 or bfloat16); layer i attends under the name `model.layers.i.self_attn`.
+
+    rank, size: whose share of the weights is loaded; raises CapabilityError for any but the whole.
+    """
 
     def __init__(
-        self, checkpoint: Any, dtype: torch.dtype, device: torch.device, collectives: Collectives | None = None
-    ) -> None:
+        self, checkpoint: Any, dtype: torch.dtype, device: torch.device, collectives: Collectives | None = None,
+        *, rank: int = 0, size: int = 1,
+    ) -> None:  # fmt: skip
         from runner_api.checkpoint.rope import inverse_frequencies
 
+        check_shard(rank, size)
         self.config = config = checkpoint.config
         self.vocab_size = config.vocab_size
         self.max_position_embeddings = config.max_position_embeddings

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from gpu_backend.packed_copy import copy_to_device
+from gpu_backend.packed_copy import PackedCopy
 from gpu_backend.sample.gumbel import gumbel_sample, gumbel_scores
 from gpu_backend.sample.temperature import apply_temperature
 from runner_api.sampling_params import SamplingParams
@@ -28,36 +28,29 @@ class SamplerOutput:
 class Sampler:
     """One entry per row in every array; a row is rewritten whole when a request moves in.
 
-    The host's arrays (`*_np`) hold what was asked, the device's what `apply_staged_writes` has sent.
+    The host's arrays (`*_np`) hold what was asked; the device's are their copies as of the step's one packed copy.
     """
 
-    def __init__(self, max_num_reqs: int, vocab_size: int, noise: str, device: torch.device) -> None:
+    def __init__(self, max_num_reqs: int, vocab_size: int, noise: str) -> None:
         self.vocab_size = vocab_size
         self.noise = noise
-        self.device = device
         self.temperature_np = np.zeros(max_num_reqs, np.float32)
         self.seeds_np = np.zeros(max_num_reqs, np.int64)
-        self.temperature = torch.zeros(max_num_reqs, dtype=torch.float32, device=device)
-        self.seeds = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
-        self._changed: set[int] = set()
+        self.temperature: torch.Tensor  # float32[N], device; set by `bind`, as is the next
+        self.seeds: torch.Tensor  # int64[N], device
+
+    def host_tables(self) -> dict[str, np.ndarray]:
+        """What the step's copy sends whole."""
+        return {"temperature": self.temperature_np, "seeds": self.seeds_np}
+
+    def bind(self, packed: PackedCopy) -> None:
+        """Take the device copies of the host's tables."""
+        self.temperature, self.seeds = packed.views["temperature"], packed.views["seeds"]
 
     def add_request(self, row: int, params: SamplingParams, seed: int) -> None:
-        """Stage the row's parameters; the device has them after `apply_staged_writes`."""
+        """Set the row's parameters; the device has them after the next `PackedCopy.send`."""
         self.temperature_np[row] = params.temperature
         self.seeds_np[row] = seed
-        self._changed.add(row)
-
-    def apply_staged_writes(self) -> None:
-        """Send the changed rows in one copy that nobody waits for. No change, no copy."""
-        if not self._changed:
-            return
-        rows = np.array(sorted(self._changed), np.int64)
-        # Three lines of int64: row, seed, temperature (as the bits of a float64, which holds any float32).
-        packed = np.stack([rows, self.seeds_np[rows], self.temperature_np[rows].astype(np.float64).view(np.int64)])
-        at, seeds, temperature = copy_to_device(packed, self.device)
-        self.seeds.index_copy_(0, at, seeds)
-        self.temperature.index_copy_(0, at, temperature.view(torch.float64).float())
-        self._changed.clear()
 
     def sample(
         self,

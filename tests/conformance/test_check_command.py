@@ -38,6 +38,14 @@ class WrongSeed(CpuModelRunner):
         return super().execute_model(plan, **kwargs)
 
 
+def no_runner(config):  # type: ignore[no-untyped-def]
+    return 5
+
+
+def raising(config):  # type: ignore[no-untyped-def]
+    raise ValueError("no driver")
+
+
 def test_the_reference_agrees(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "cpu", "--steps", "60"]) == 0
     out = capsys.readouterr().out
@@ -77,10 +85,27 @@ def test_a_fault_is_named_with_its_law(capsys: pytest.CaptureFixture[str]) -> No
     assert report["verdict"] == "DIVERGE"
 
 
-@pytest.mark.parametrize("arguments", [["nobody"], ["cpu", "--steps", "0"], ["cpu", "--against", "cpq"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nobody"],
+        ["cpu", "--steps", "0"],
+        ["cpu", "--against", "cpq"],
+        ["cpu", "--seed", "-1"],
+        ["cpu", "--dtype", "float64"],
+        [f"{HERE}:no_runner"],
+        [f"{HERE}:raising"],
+    ],
+)
 def test_misuse_is_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", *arguments]) == 2
     assert "error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--runner", "nope"], ["--only", "nope"], ["--jobs", "-1"]])
+def test_misuse_of_mutants_reads_like_any_other(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mutants", *arguments]) == 2
+    assert capsys.readouterr().err.startswith("error: MR-ERR-00")
 
 
 def test_clauses_are_listed_by_area(capsys: pytest.CaptureFixture[str]) -> None:

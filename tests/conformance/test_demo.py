@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -28,6 +29,31 @@ def test_a_planted_fault_is_named(fault: str, capsys: pytest.CaptureFixture[str]
 def test_an_unknown_fault_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--fault", "slot_maping"]) == 2
     assert "slot_mapping" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option",
+    [["--max-tokens", "0"], ["--compare-tokens", "0"], ["--compare-tokens", "-3"], ["--model", "/no/such/model"],
+     ["--runner", "nope"], ["--against", "nope"]],
+)  # fmt: skip
+def test_misuse_is_refused_before_anything_runs(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", *option]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: MR-ERR-0")
+
+
+def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        smollm2_path()
+    except CheckpointError as e:
+        pytest.skip(f"the real model is not installed: {e}")
+    assert main(["demo", "--json", "--fault", "positions"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["verdict"] == "DIVERGE"
+    assert "positions" in answer["first"]
+    assert len(answer["runners"]) == 2
+    assert set(answer) >= {"steps", "elements", "tokens", "near_ties", "launches", "answers"}
 
 
 @pytest.mark.slow

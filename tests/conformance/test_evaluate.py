@@ -76,12 +76,31 @@ LIES = {
     "MR-BATCH-004": lambda record: {"num_tokens": record.num_tokens + 1},
     "MR-BATCH-001": lambda record: {"req_ids": ("x", *record.req_ids[1:])},
     "MR-BATCH-005": lambda record: {"input_ids": record.input_ids[:-1]},
-    "MR-KV-003": lambda r: {"block_tables": tuple(tuple(np.append(row, 1) for row in t) for t in r.block_tables)},
+    "MR-KV-003": lambda r: {
+        "block_tables": tuple(tuple(np.append(row, np.int32(1)) for row in t) for t in r.block_tables)
+    },
     "MR-PAD-005": lambda record: {"num_reqs_padded": record.num_reqs_padded + 1},
     "MR-PAD-002": lambda record: {
         "seq_lens": np.concatenate([record.seq_lens[: record.num_reqs], record.seq_lens[record.num_reqs :] + 5])
     },
 }
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("positions", np.int32), ("input_ids", np.int64), ("num_sampled", np.int64), ("token_ids", np.int32)],
+)
+def test_integers_of_another_width_fail_the_law_about_types(name: str, dtype: type) -> None:
+    lie = record_with(lambda r: {name: getattr(r, name).astype(dtype)})
+    assert evaluate(lie, seeds=(0,), steps=20).failed == ["MR-BATCH-005"]
+
+
+def test_a_must_that_nothing_tested_is_no_pass(cpu: Evaluation) -> None:
+    assert not Evaluation(cpu.info).passed
+    partly = replace(cpu, tested=cpu.tested.copy())
+    del partly.tested["MR-SLOT-001"]
+    assert cpu.passed
+    assert not partly.passed
 
 
 @pytest.mark.parametrize("clause_id", LIES)

@@ -231,3 +231,59 @@ def test_a_driver_repeats_its_plans() -> None:
             steps.append(step.plan.num_scheduled_tokens)
         plans.append(steps)
     assert plans[0] == plans[1]
+
+
+class Around:
+    """The reference behind another face: its own code never sees what this class says."""
+
+    def __init__(self, config: RunnerConfig) -> None:
+        self._runner = CpuModelRunner(config)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._runner, name)
+
+
+def saying(**fields: object) -> type[Around]:
+    """A runner whose record says something else in some fields; a callable changes the field."""
+
+    class Saying(Around):
+        def last_step(self):  # type: ignore[no-untyped-def]
+            record = self._runner.last_step()
+            return replace(record, **{k: f(getattr(record, k)) if callable(f) else f for k, f in fields.items()})
+
+    return Saying
+
+
+class NoRecord(Around):
+    def last_step(self) -> None:
+        return None
+
+
+class NoOutput(CpuModelRunner):
+    def sample_tokens(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        super().sample_tokens(*args, **kwargs)
+
+
+HOSTILE = {
+    "record": NoRecord,
+    "sampled_token_ids": NoOutput,
+    "token_ids": saying(token_ids=lambda a: a[:, 0]),
+    "positions": saying(positions=lambda a: a.astype(float)),
+    "logits": saying(logits=lambda a: a[:, :3]),
+    "intermediates": saying(intermediates=None),
+    **{
+        name: saying(**{name: None})
+        for name in ("req_ids", "query_start_loc", "seq_lens", "block_tables", "slot_mappings", "num_sampled")
+    },
+}
+
+
+@pytest.mark.parametrize("field", HOSTILE)
+def test_whatever_a_record_holds_is_a_divergence_that_names_the_field(field: str) -> None:
+    lockstep = pair(HOSTILE[field], TokenPolicy(exact=False))
+    assert lockstep.step(FIRST) is None
+    result = lockstep.finish()
+    assert result.verdict == DIVERGE
+    assert result.first is not None
+    assert result.first.difference.field == field
+    assert str(result.first)

@@ -6,13 +6,14 @@ import copy
 import dataclasses
 import importlib.util
 import json
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 
-from conformance.recording import RECORDINGS, ReplayStep, build_runner, drafts_to_hold, prepare, replay_steps
+from conformance.recording import RECORDINGS, ReplayStep, build_runner, drafts_to_hold, launch_of, prepare, replay_steps
 from conformance.replay import StepJudge, replay_recording
 from engine_core.cli import main
 from runner_api import (
@@ -24,16 +25,18 @@ from runner_api import (
     ConfigError,
     CUDAGraphMode,
     ForcedStep,
+    ModelRunnerOutput,
     NewRequestData,
     SamplingParams,
     SchedulerOutput,
     StepRecord,
+    Trace,
     TraceError,
     load_factory,
     load_trace,
 )
 
-BASE_FIELDS = set(INTEGER_FIELDS) - {"expanded_idx_mapping", "expanded_local_pos", "num_rejected"}
+BASE_FIELDS = set(INTEGER_FIELDS) - {"expanded_idx_mapping", "expanded_local_pos", "num_rejected"} | {"output"}
 EXPANDED = {"expanded_idx_mapping", "expanded_local_pos"}
 # recording: (steps, tokens drawn, fields beside BASE_FIELDS)
 WITH_TOKENS = {
@@ -188,6 +191,89 @@ def test_a_runner_that_does_not_take_a_step_diverges_there(factory):
     assert any("ended at step 3" in note for note in report.notes)
 
 
+class Around:
+    """The reference behind another face: its own code never sees what this class says."""
+
+    def __init__(self, config):
+        self._runner = load_factory("cpu")(config)
+
+    def __getattr__(self, name):
+        return getattr(self._runner, name)
+
+
+class WrongOutput(Around):
+    """Hands out an output of its own making."""
+
+    output = ModelRunnerOutput(("nobody",), ((1, 2),))
+
+    def sample_tokens(self, *args, **kwargs):
+        self._runner.sample_tokens(*args, **kwargs)
+        return SimpleNamespace(get_output=lambda: self.output)
+
+
+def test_the_output_is_held_against_what_was_imposed(monkeypatch):
+    right = replay_recording(recording("mixed"), steps=4)
+    assert right.fields["output"][0] == 9
+    for wrong in (WrongOutput.output, ModelRunnerOutput(), None, ModelRunnerOutput(("r000",), ((1.5,),)), 5):
+        monkeypatch.setattr(WrongOutput, "output", wrong)
+        report = replay_recording(recording("mixed"), steps=4, runner=f"{__name__}:WrongOutput")
+        assert report.verdict == "DIVERGE"
+        assert report.first_divergence.difference.field == "output"
+        assert report.fields["output"] == [0, 9]
+
+
+def sloppy(change):
+    class Sloppy(Around):
+        def last_step(self):
+            record = self._runner.last_step()
+            return change(record) if record.num_reqs else record
+
+    return Sloppy
+
+
+def with_field(name, value):
+    return lambda r: dataclasses.replace(r, **{name: value(getattr(r, name)) if callable(value) else value})
+
+
+SLOPPY = {
+    "record": lambda r: None,
+    "token_ids": with_field("token_ids", lambda a: a[:, 0]),
+    "positions": with_field("positions", lambda a: a.astype(float)),
+    **{n: with_field(n, None) for n in sorted(set(INTEGER_FIELDS) - {"num_rejected"})},
+}
+
+
+@pytest.mark.parametrize("name", SLOPPY)
+def test_a_record_that_cannot_be_read_diverges_and_is_named(name):
+    report = replay_recording(recording("piecewise"), steps=4, runner=sloppy(SLOPPY[name]))
+    assert report.verdict == "DIVERGE"
+    assert report.first_divergence.difference.field == name
+    # None is legal in a field that not every runner gives: different then, but not unreadable.
+    assert name in EXPANDED or any(f"{name} cannot be read" in note for note in report.notes)
+    json.dumps(report.to_json())
+
+
+@pytest.mark.parametrize("factory", [lambda config: 5, lambda config: 1 / 0])
+def test_a_factory_that_gives_no_runner_is_misuse(factory):
+    with pytest.raises(ConfigError):
+        replay_recording(recording("mixed"), runner=factory)
+
+
+def test_a_model_of_an_unsupported_family_leaves_the_integers(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["OtherForCausalLM"], "sliding_window": null}')
+    report = replay_recording(recording("mixed"), model=str(tmp_path), steps=4)
+    assert (report.verdict, report.model) == ("AGREE", "witness")
+    assert any("OtherForCausalLM" in note for note in report.notes)
+
+
+def test_every_file_is_checked_before_the_first_is_replayed(tmp_path, capsys):
+    other = tmp_path / "mixed.jsonl"
+    other.write_text(recording("mixed").read_text().replace('"model": "llama-tiny"', '"model": "nowhere"', 1))
+    assert main(["replay", "--runner", f"{__name__}:Spy", str(recording("graph")), str(other)]) == 2
+    assert not any(name == "execute_model" for name, _, _ in Spy.latest.calls)
+    assert "nowhere" in capsys.readouterr().err
+
+
 # -- tokens: equal, near tie, different -----------------------------------------------------------------------
 
 
@@ -245,7 +331,7 @@ def with_logits(tmp_path_factory) -> Path:
     path.write_text("\n".join(json.dumps(line) for line in [*lines, {"outputs": {}}]))
     trace = load_trace(path)
     setup = prepare(path, trace)
-    runner = build_runner(load_factory("cpu"), setup, trace, 12)
+    runner = build_runner("cpu", launch_of(setup, trace, 12))
     stored = {}
     for line, step in zip(lines[1:], replay_steps(setup, trace, 12), strict=True):
         runner.execute_model(step.plan, descriptor=step.descriptor)
@@ -316,7 +402,7 @@ class Spy:
     latest: Spy
 
     def __init__(self, config):
-        self.calls = []
+        self.calls, self.frames = [], []
         self._runner = load_factory("cpu")(config)
         Spy.latest = self
 
@@ -325,9 +411,40 @@ class Spy:
 
         def noted(*args, **kwargs):
             self.calls.append((name, args, kwargs))
+            # At the time of the call: later the frames hold what the runner itself gave back.
+            self.frames += [(name, f, k, type(v), leads_to_a_record(v)) for f, k, v in frames_above()]
             return method(*args, **kwargs)
 
         return noted
+
+
+def frames_above():
+    """What the functions that called the runner hold: every local of every frame down to the thread's first."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        yield from ((frame.f_code.co_name, k, v) for k, v in frame.f_locals.items())
+        frame = frame.f_back
+
+
+def leads_to_a_record(value, depth=4):
+    """Whether a StepRecord can be reached from `value` through containers and attributes, the runner left out."""
+    if isinstance(value, (StepRecord, Trace)):
+        return True
+    if depth == 0 or isinstance(value, (type, ModuleType, str, np.ndarray, Spy)):
+        return False
+    inner = list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, (list, tuple)) else []
+    inner += [getattr(value, s, None) for s in getattr(type(value), "__slots__", ())]
+    inner += list(getattr(value, "__dict__", {}).values())
+    return any(leads_to_a_record(x, depth - 1) for x in inner)
+
+
+def test_no_caller_of_the_runner_holds_the_record():
+    replay_recording(recording("piecewise"), steps=5, runner=f"{__name__}:Spy")
+    names = {name for name, *_ in Spy.latest.frames}
+    assert {"execute_model", "sample_tokens", "last_step", "load_model"} <= names
+    assert ReplayStep in {kind for *_, kind, _ in Spy.latest.frames}
+    found = [(name, f, k) for name, f, k, _, leads in Spy.latest.frames if leads]
+    assert found == []
 
 
 def objects_in(value, seen):
@@ -397,7 +514,7 @@ def test_the_recorded_batch_changes_nothing_that_a_runner_is_told(name):
     other = tuple(
         dataclasses.replace(
             record,
-            **{f: np.ones_like(getattr(record, f)) for f in built},
+            **{f: np.ones_like(getattr(record, f)) for f in built if getattr(record, f) is not None},
             block_tables=tuple(tuple(np.ones_like(row) for row in g) for g in record.block_tables),
         )
         for record in trace.steps
@@ -442,6 +559,13 @@ BROKEN = {
     "unknown version": lambda p: p.read_text().replace('"vllm 0.26.0"', '"vllm 0.29.0"', 1),
     "no rows": lambda p: p.read_text().replace('"free_rows"', '"rows"', 1),
     "no batch": lambda p: "\n".join(p.read_text().splitlines()[i] for i in (0, -2, -1)),
+    "emptied field": lambda p: p.read_text().replace('"idx_mapping": [4]', '"idx_mapping": []', 1),
+    "a step is missing": lambda p: "\n".join(x for i, x in enumerate(p.read_text().splitlines()) if i != 9),
+    "last steps are missing": lambda p: "\n".join(
+        x for i, x in enumerate(p.read_text().splitlines()) if i not in (94, 95, 96)
+    ),
+    "goes on": lambda p: p.read_text() + p.read_text(),
+    "null in meta": lambda p: p.read_text().replace('"block_size": 16', '"block_size": null', 1),
     "outcome of another batch": lambda p: p.read_text().replace('"num_sampled": [1]', '"num_sampled": [1, 1]', 1),
 }
 
@@ -510,7 +634,8 @@ def test_json_output(tmp_path, capsys):
     agreed, diverged = answer["recordings"]
     for one in (agreed, diverged):
         assert set(one) == {
-            "recording", "runner", "model", "steps", "fields", "tokens", "first_divergence", "verdict", "notes"
+            "recording", "runner", "model", "steps", "fields", "tokens", "first_divergence", "verdict",
+            "launches", "notes",
         }  # fmt: skip
         assert all(set(counts) == {"equal", "different"} for counts in one["fields"].values())
         assert set(one["tokens"]) == {"equal", "near_tie", "different"}

@@ -31,7 +31,7 @@ from runner_api import (
 
 CAPABILITIES = frozenset(
     {Capability.GENERATE, Capability.SEEDED_SAMPLING, Capability.ASYNC_OUTPUT, Capability.MULTI_GROUP,
-     Capability.SLIDING_WINDOW, Capability.TOP_K}
+     Capability.SLIDING_WINDOW, Capability.TOP_K, Capability.SPECULATIVE}
 )  # fmt: skip
 
 

@@ -25,6 +25,8 @@ def run_good(args):
         raise EngineError("two\nlines", field="x", got=1, expected=2)
     if args.what == "interrupt":
         raise KeyboardInterrupt
+    if args.what == "break":
+        raise ZeroDivisionError("in our\nown code")
     if args.what == "diverge":
         return 1
     print("done")
@@ -52,6 +54,17 @@ def test_exit_codes(program):
         code, out, err = program(*argv)
         assert (code, out) == (2, "")
         assert "modelrunner" in err
+
+
+def test_an_error_of_our_own_is_no_verdict(program, caplog):
+    code, out, err = program("good", "break")
+    assert (code, out) == (3, "")
+    assert err.startswith("error: not foreseen: ZeroDivisionError: in our own code")
+    assert err.count("\n") == 1
+    assert "report" in err
+    with caplog.at_level("DEBUG", "modelrunner"):
+        assert program("--log-level", "debug", "good", "break")[0] == 3
+    assert "in run_good" in caplog.text
 
 
 def test_version_and_help(program):
@@ -95,6 +108,11 @@ def test_runners_lists_what_can_and_what_cannot_be_used(capsys):
     assert code == 0
     assert "cannot be used" in out
     assert "device        cpu" in out
+
+
+def test_an_unknown_runner_is_misuse(capsys):
+    assert cli.main(["runners", "nope"]) == 2
+    assert "expected one of cpu" in capsys.readouterr().err
 
 
 def test_runners_help_documents_every_key(capsys):

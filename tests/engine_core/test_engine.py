@@ -1,7 +1,8 @@
 """The engine loop: admission, seeds, stops, depth, and what happens after a failure."""
 
+import numpy as np
 import pytest
-from engine_fake_runner import FakeRunner, build_engine, expected, run_to_end
+from engine_fake_runner import CAPABILITIES, FakeRunner, build_engine, expected, run_to_end
 
 from runner_api import Capability, CapabilityError, EngineError, ModelRunnerOutput, SamplingParams
 
@@ -129,6 +130,12 @@ def test_a_resumed_request_keeps_its_seed():
         ([1], {"logprobs": 2}, CapabilityError, "logprobs"),
         ([1], {"allowed_token_ids": (99,)}, EngineError, "allowed_token_ids"),
         ([1], {"n": 2, "temperature": 1.0}, EngineError, "one sequence"),
+        (None, {}, EngineError, "not a list of token ids"),
+        ("ab", {}, EngineError, "not a list of token ids"),
+        ({1: 2}, {}, EngineError, "not a list of token ids"),
+        ([np.bool_(True)], {}, EngineError, "not a token id"),
+        ([1], {"logit_bias": {99: 1.0}}, EngineError, "logit_bias"),
+        ([1], {"bad_words_token_ids": ((99,),)}, EngineError, "bad_words_token_ids"),
     ],
 )
 def test_admission(prompt, kwargs, error, text):
@@ -138,6 +145,42 @@ def test_admission(prompt, kwargs, error, text):
         engine.add_request("x", prompt, params(**{**kwargs, "seed": None}))
     assert not engine.has_requests
     assert engine._rng.bit_generator.state == state
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ((5, [1], SamplingParams()), "req_id"),
+        ((None, [1], SamplingParams()), "req_id"),
+        (("x", [1], None), "params"),
+        (("x", [1], {"temperature": 0}), "params"),
+        (("x", [1], SamplingParams(), 5), "extra_keys"),
+        (("x", [1], SamplingParams(), (5,)), "extra_keys"),
+    ],
+)
+def test_a_bad_request_does_not_end_the_others(arguments, field):
+    engine, runner = build_engine()
+    engine.add_request("a", np.array([1, 2]), params())
+    with pytest.raises(EngineError) as caught:
+        engine.add_request(*arguments)
+    assert caught.value.field == field
+    assert list(engine.scheduler.requests) == ["a"]
+    assert run_to_end(engine) == {"a": list(expected([1, 2], 0, 4, runner.model, 48))}
+
+
+def test_more_log_probabilities_than_tokens_are_refused_before_the_runner_sees_them(monkeypatch):
+    """The runner would refuse the plan, and with it every other request of the step."""
+    monkeypatch.setattr("engine_fake_runner.CAPABILITIES", CAPABILITIES | {Capability.LOGPROBS})
+    engine, _ = build_engine()
+    with pytest.raises(EngineError, match="logprobs"):
+        engine.add_request("x", [1], params(logprobs=33))
+    assert not engine.has_requests
+
+
+def test_drafts_need_a_runner_that_verifies_them(monkeypatch):
+    monkeypatch.setattr("engine_fake_runner.CAPABILITIES", CAPABILITIES - {Capability.SPECULATIVE})
+    with pytest.raises(CapabilityError, match="speculative"):
+        build_engine(num_speculative_tokens=2)
 
 
 def test_a_failure_is_final(monkeypatch):

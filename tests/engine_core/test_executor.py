@@ -30,9 +30,15 @@ class LoggedRunner(FakeRunner):
         super().__init__(config)
 
     def __getattribute__(self, name):
-        if name in ("load_model", "get_kv_cache_specs", "initialize_kv_cache", "capture_graphs", "shutdown"):
+        found = super().__getattribute__(name)
+        if name not in ("load_model", "get_kv_cache_specs", "initialize_kv_cache", "capture_graphs", "shutdown"):
+            return found
+
+        def logged(*args):
             LoggedRunner.calls.append(name)
-        return super().__getattribute__(name)
+            return found(*args)
+
+        return logged
 
 
 class BrokenRunner(FakeRunner):

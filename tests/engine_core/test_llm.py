@@ -221,7 +221,7 @@ def test_nothing_is_left_after_a_refusal_or_an_interruption():
         ({"layout": "sluts"}, UnknownNameError, "slots"),
         ({"executor": "multi"}, UnknownNameError, "uni"),
         ({"layout": "dense"}, CapabilityError, "layout"),
-        ({"num_blocks": 1}, KVCacheError, "null block"),
+        ({"num_blocks": 1}, ConfigError, "num_blocks"),
         ({"kv_cache_memory_bytes": 100}, KVCacheError, "no room"),
         ({"kv_cache_memory_bytes": 10000, "num_blocks": 5}, ConfigError, "given twice"),
         ({"runner": "engine_fake_runner:NoSuchRunner"}, ConfigError, "cannot be imported"),
@@ -275,3 +275,38 @@ def test_a_real_model_answers():
     assert out.text == "The capital of France is Paris."
     assert (out.finish_reason, out.stop_reason) == ("stop", None)
     assert out.token_ids[-1] == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_model_len", 0), ("max_model_len", 1), ("max_model_len", "a"), ("num_blocks", 0), ("num_blocks", "x"),
+        ("num_blocks", 2.5), ("kv_cache_memory_bytes", 0), ("kv_cache_memory_bytes", -1), ("seed", "a"), ("seed", -1),
+        ("enable_prefix_caching", "x"), ("enable_prefix_caching", 1), ("async_scheduling", "no"), ("device", 5),
+        ("max_num_reqs", 0), ("max_num_reqs", 1.5), ("max_num_batched_tokens", "a"), ("max_concurrent_batches", 0),
+        ("long_prefill_token_threshold", -1), ("num_speculative_tokens", -1), ("record", 5), ("record", "kv"),
+        ("record", ("x",)), ("noise", "x"), ("dtype", 5), ("layout", None), ("runner", 5), ("runner", None),
+    ],
+)  # fmt: skip
+def test_options_of_the_wrong_kind_or_size(field, value):
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_options(WitnessConfig(), {field: value})
+    assert caught.value.field == field
+
+
+def test_drafts_are_refused_by_the_engine_and_not_in_the_middle_of_a_step():
+    with pytest.raises(CapabilityError, match="speculative"):
+        LLM(WitnessConfig(), num_speculative_tokens=2)
+
+
+@pytest.mark.parametrize("params", [5, "x", ["x"], {"temperature": 0}, [None]])
+def test_sampling_params_are_of_their_type(params):
+    with LLM(WitnessConfig(), max_model_len=32) as llm, pytest.raises(EngineError, match="not sampling parameters"):
+        llm.generate([[1]], params)
+
+
+def test_each_answer_has_a_prompt_of_its_own():
+    with LLM(WitnessConfig(), max_model_len=32) as llm:
+        one, two = llm.generate([[1, 2]], SamplingParams(n=2, max_tokens=1))
+    one.prompt_token_ids.append(3)
+    assert two.prompt_token_ids == [1, 2]

@@ -185,6 +185,24 @@ def test_only_changed_rows_travel_and_always_in_one_copy() -> None:
     assert len(addresses) == 1, "a buffer has moved"
 
 
+def test_nothing_else_is_copied_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New requests with sampling parameters, and rows whose last owner left drafts, ride in the same copy."""
+    gpu = make("gpu", WitnessConfig(), record=frozenset(), num_speculative_tokens=2)
+    d = Driver(gpu)
+    copies: list[Any] = []
+    monkeypatch.setattr("gpu_backend.runner.copy_to_device", lambda *a: copies.append(a))
+    for i, name in enumerate("abc"):
+        d.add(name, range(1, 4), sampling_params=SEEDED, seed=i)
+    assert gpu.req_states.draft_tokens.fill_(9).any()
+    kept = gpu.req_states.draft_tokens.clone()
+    d.step({"a": 3, "b": 3})
+    assert gpu.req_states.draft_tokens.tolist() == [[9, 9], [9, 9], [0, 0], [0, 0]]
+    d.step({"a": 1, "b": 1, "c": 3})
+    assert gpu.req_states.draft_tokens.tolist() == [[9, 9], [0, 0], [0, 0], [0, 0]] != kept.tolist()
+    assert gpu.packed.num_copies == 2
+    assert copies == []
+
+
 def test_a_step_with_more_than_the_arena_holds_takes_a_second_copy() -> None:
     gpu = make("gpu", WitnessConfig(), max_num_batched_tokens=1, max_num_reqs=8, max_model_len=2048, num_blocks=128)
     prompt = [i % 60 for i in range(2040)]

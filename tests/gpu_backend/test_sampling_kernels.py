@@ -12,6 +12,7 @@ import torch
 from cpu_reference.sample import gumbel as cpu
 from cpu_reference.sample.sampler import Sampler as CpuSampler
 from cpu_reference.sample.temperature import apply_temperature as cpu_apply_temperature
+from gpu_backend.packed_copy import PackedCopy
 from gpu_backend.sample.gumbel import gumbel_sample, gumbel_scores
 from gpu_backend.sample.sampler import Sampler
 from gpu_backend.sample.temperature import apply_temperature
@@ -125,13 +126,15 @@ def test_temperature_is_the_twins_division() -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_sampler_equals_the_twin(scheme: str) -> None:
     rng = np.random.default_rng(9)
-    ours, twin = Sampler(6, 500, scheme, DEVICE), CpuSampler(6, 500, scheme)
+    ours, twin = Sampler(6, 500, scheme), CpuSampler(6, 500, scheme)
+    packed = PackedCopy(ours.host_tables(), 0, DEVICE)
+    ours.bind(packed)
     for step in range(3):
         for row in rng.permutation(6)[: 5 - step]:
             params = SamplingParams(temperature=float(rng.choice([0.0, 0.6, 1.0])))
             seed = int(rng.integers(-(2**63), 2**63 - 1))
             ours.add_request(int(row), params, seed), twin.add_request(int(row), params, seed)
-        ours.apply_staged_writes()
+        packed.send()
         np.testing.assert_array_equal(ours.temperature.cpu().numpy(), twin.temperature)
         np.testing.assert_array_equal(ours.seeds.cpu().numpy(), twin.seeds)
         rows, positions, logits = rng.permutation(6)[:4], rng.integers(0, 4096, 4), witness_like(rng, (4, 500))
@@ -145,13 +148,13 @@ def test_sampler_equals_the_twin(scheme: str) -> None:
         assert ours.sample(given, device(rows), device(positions)).scores is None
 
 
-def test_rows_are_sent_only_when_they_change() -> None:
-    sampler = Sampler(4, 10, "murmur3", DEVICE)
+def test_parameters_travel_in_the_packed_copy_of_the_step() -> None:
+    sampler = Sampler(4, 10, "murmur3")
+    packed = PackedCopy(sampler.host_tables(), 0, DEVICE)
+    sampler.bind(packed)
     sampler.add_request(2, SamplingParams(temperature=0.5), 7)
-    assert float(sampler.temperature[2]) == 0
-    sampler.apply_staged_writes()
+    assert sampler.temperature.tolist() == [0, 0, 0, 0]  # not before the copy
+    packed.send()
     assert sampler.temperature.tolist() == [0, 0, 0.5, 0]
     assert sampler.seeds.tolist() == [0, 0, 7, 0]
-    sampler.temperature.zero_()
-    sampler.apply_staged_writes()
-    assert sampler.temperature.tolist() == [0, 0, 0, 0]
+    assert packed.num_copies == 1

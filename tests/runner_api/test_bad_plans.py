@@ -144,6 +144,10 @@ CLAUSES = {
     "cached blocks as strings": (
         change_cached(new_block_ids=[None, ("8", "9")]), 20, f"{CACHED}.new_block_ids", None
     ),
+    "output counts as text": (
+        change_cached(num_output_tokens=["1", "0"]), 20, f"{CACHED}.num_output_tokens", None
+    ),
+    "all tokens as a list": (change_cached(all_token_ids=["A"]), 20, f"{CACHED}.all_token_ids", None),
     "resumed as a list": (change_cached(resumed_req_ids=["A"]), 20, f"{CACHED}.resumed_req_ids", None),
     "counts as pairs": (change(num_scheduled_tokens=[("A", 1)]), 20, COUNTS, None),
     "count is a float": (counts(total=10, A=1.0, B=4, C=5), 20, COUNTS, "A"),
@@ -187,6 +191,9 @@ CLAUSES = {
     "more log probabilities than tokens": (
         change_new(sampling_params=SamplingParams(temperature=0.0, logprobs=65)), 46, "sampling_params.logprobs", "C"
     ),
+    "three answers": (
+        change_new(sampling_params=SamplingParams(n=3)), 48, "sampling_params.n", "C"
+    ),
     # 029 .. counts
     "unknown request": (counts(A=1, B=4, C=5, X=1), 29, COUNTS, "X"),
     "finished and scheduled": (change(finished_req_ids=frozenset({"A"})), 29, COUNTS, "A"),
@@ -215,6 +222,8 @@ CLAUSES = {
     "draft below the placeholder": (counts(A=2, B=4, C=5, drafts={"A": [-2]}), 25, DRAFTS, "A"),
     # 034 .. cached requests
     "parallel lists": (change_cached(num_computed_tokens=[6]), 34, CACHED, None),
+    "output counts of another length": (change_cached(num_output_tokens=[1, 0, 0]), 34, CACHED, None),
+    "tokens of the dense layout": (change_cached(all_token_ids={"A": [1]}), 35, "all_token_ids", None),
     "resumed as cached": (change_cached(resumed_req_ids=frozenset({"A"})), 35, "resumed_req_ids", None),
     "computed runs ahead": (
         change_cached(num_computed_tokens=[7, 6]), 36, f"{CACHED}.num_computed_tokens", "A"
@@ -239,6 +248,8 @@ CLAUSES = {
     ),
     "zeroing the null block": (change(new_block_ids_to_zero=[0]), 41, ZERO_OR_COPY, None),
     "copy to nowhere": (change(kv_cache_block_copies=[(1, 40)]), 41, ZERO_OR_COPY, None),
+    "write into computed tokens": (change_new(block_ids=([1, 7], [24])), 47, BLOCKS_0, "C"),
+    "write into a window": (change_new(block_ids=([6, 7], [21])), 47, BLOCKS_1, "C"),
     "one block, two writers": (change_new(block_ids=([8, 7], [24])), 42, BLOCKS_0, "C"),
 }  # fmt: skip
 
@@ -283,11 +294,32 @@ def test_features_that_are_not_offered(fields, runner, undisturbed):
         (BatchDescriptor(CUDAGraphMode.FULL, 12, 4, max_query_len=4), "descriptor.max_query_len"),
         (BatchDescriptor(CUDAGraphMode.FULL, 12.0, 4), "descriptor.num_tokens"),
         (BatchDescriptor(CUDAGraphMode.FULL, None, 4), "descriptor.num_tokens"),
+        (BatchDescriptor("FULL", 12, 4), "descriptor.cg_mode"),
+        (BatchDescriptor(2, 12, 4), "descriptor.cg_mode"),
+        (BatchDescriptor(CUDAGraphMode.NONE, 12), "descriptor.num_tokens"),
+        (BatchDescriptor(CUDAGraphMode.NONE, 10, 4), "descriptor.num_reqs"),
+        (BatchDescriptor(CUDAGraphMode.FULL, 12), "descriptor.num_reqs"),
+        (BatchDescriptor(CUDAGraphMode.FULL, 12, 0), "descriptor.num_reqs"),
+        (BatchDescriptor(CUDAGraphMode.PIECEWISE, 12, 4), "descriptor.num_reqs"),
+        (BatchDescriptor(CUDAGraphMode.FULL, 12, 4, num_active_loras="x"), "descriptor.num_active_loras"),
         (("FULL", 12, 4), "descriptor"),
     ],
 )
 def test_descriptors_that_do_not_fit(descriptor, field, runner, undisturbed):
     refused(runner, good_plan(), "MR-ERR-043", field, None, undisturbed, descriptor=descriptor)
+
+
+@pytest.mark.parametrize("descriptor", [5, "FULL", BatchDescriptor("FULL", 1, 1)])
+def test_a_plan_without_tokens_does_not_excuse_its_descriptor(descriptor, runner):
+    before = runner.state_digest()
+    with pytest.raises(PlanError, match="MR-ERR-043"):
+        runner.execute_model(make_plan({}, finished_req_ids=frozenset({"A"})), descriptor=descriptor)
+    assert runner.state_digest() == before
+
+
+@pytest.mark.parametrize("num_reqs", [None, 3])
+def test_a_step_without_graphs_may_say_so(num_reqs, undisturbed):
+    assert run(mid_run(), good_plan(), descriptor=BatchDescriptor(CUDAGraphMode.NONE, 10, num_reqs)) == undisturbed
 
 
 def test_descriptors_for_what_is_not_offered(runner, undisturbed):
@@ -384,6 +416,49 @@ def test_drafts_in_flight_widen_the_bounds_until_they_are_settled():
             runner.execute_model(make_plan({"A": 1}, (), {"A": (computed, None)}))
     runner.execute_model(make_plan({"A": 1}, (), {"A": (9, None)}))  # optimistic, and legal
     assert runner.last_step().positions.tolist() == [8]
+
+
+# -- who may write where -----------------------------------------------------------------------------------------
+
+
+def test_a_block_may_be_read_while_its_owner_goes_on_writing(runner):
+    """C reads A's first five tokens in A's own blocks and goes on in a copy: nobody writes what A has computed."""
+    plan = make_plan(
+        {"A": 1, "C": 2}, [new("C", [1, 2, 3, 4, 5, 6], ([1, 6], [24]), computed=4)], {"A": (6, None)},
+        kv_cache_block_copies=[(21, 24)],
+    )  # fmt: skip
+    assert len(run(runner, plan)[0]) == 2
+
+
+def test_a_prefix_hit_on_what_the_same_step_writes_is_legal(runner):
+    """B writes positions 6 to 9 (blocks 4 and 8); C takes the first 8 tokens as computed in the same plan."""
+    tokens = [*range(11, 19), 1, 2]
+    plan = make_plan({"B": 4, "C": 2}, [new("C", tokens, ([3, 4, 6], [22, 24]), computed=8)], {"B": (6, ([8], [25]))})
+    assert len(run(runner, plan)[0]) == 2
+    # From the next step on they are C's too.
+    with pytest.raises(PlanError, match="MR-ERR-047"):
+        runner.execute_model(make_plan({"D": 3}, [new("D", [1, 2, 3], ([4], [26]))], finished_req_ids=frozenset({"Z"})))
+
+
+def test_blocks_of_requests_that_leave_are_free(runner):
+    plan = make_plan({"C": 5}, [new("C", range(30, 35), ([1, 2], [21]))], finished_req_ids=frozenset({"A"}))
+    assert len(run(runner, plan)[0]) == 1
+
+
+def test_blocks_behind_a_window_are_free():
+    """Group 1 has a window of 8: of A's 20 computed tokens the first 13 are out of reach, and so is its block 21."""
+    runner = make_runner(MODEL, NUM_BLOCKS, max_num_reqs=4, max_num_batched_tokens=24, max_model_len=40)
+    run(runner, make_plan({"A": 20}, [new("A", range(20), ([1, 2, 3, 4, 5], [21, 22, 23]))]))
+    with pytest.raises(PlanError, match="position 13 of 'A'"):  # block 22 holds positions 8 to 15
+        runner.execute_model(make_plan({"C": 8}, [new("C", range(8), ([6, 7], [22]))]))
+    assert len(run(runner, make_plan({"C": 8}, [new("C", range(8), ([6, 7], [21]))]))[0]) == 1
+
+
+def test_log_probabilities_and_drafts_exclude_each_other_in_a_step(runner, undisturbed):
+    wants = SamplingParams(temperature=0.0, logprobs=1)
+    added = [new("C", range(30, 35), ([6, 7], [24]), sampling_params=wants)]
+    plan = make_plan({"A": 3, "C": 5}, added, {"A": (6, ([9], [26]))}, {"A": [-1, -1]})
+    refused(runner, plan, "MR-ERR-005", DRAFTS, "C", undisturbed, error=CapabilityError)
 
 
 # -- cost ------------------------------------------------------------------------------------------------------

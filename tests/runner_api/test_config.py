@@ -2,9 +2,18 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
-from runner_api import ConfigError, ParallelContext, RunnerConfig, UnknownNameError, WitnessConfig
+from runner_api import (
+    ConfigError,
+    KVCacheError,
+    ParallelContext,
+    RunnerConfig,
+    UnknownNameError,
+    WitnessConfig,
+    WitnessGroup,
+)
 
 
 def test_defaults():
@@ -77,3 +86,63 @@ def test_witness_models_that_cannot_be(values):
     with pytest.raises(ConfigError) as caught:
         WitnessConfig(**values)
     assert caught.value.field == next(iter(values))
+
+
+# -- every field is of its type, or refused ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("parallel", None), ("parallel", (1,)), ("device", None), ("device", 5), ("record", None), ("record", "kv"),
+        ("record", 5), ("window_reach", 5), ("window_reach", ("a",)), ("window_reach", (1.5,)),
+        ("window_reach", (True,)),
+        ("initial_free_rows", 5), ("initial_free_rows", ("a",)), ("layout", None), ("noise", None),
+        ("dtype", np.float32),
+    ],
+)  # fmt: skip
+def test_fields_of_the_wrong_kind(field, value):
+    with pytest.raises(ConfigError) as caught:
+        RunnerConfig(**{field: value})
+    assert caught.value.field == field
+
+
+def test_numpy_integers_and_lists_are_stored_plainly():
+    c = RunnerConfig(
+        max_num_reqs=np.int64(2), initial_free_rows=[np.int32(1), 0], window_reach=[np.int64(3)], record=["kv"]
+    )
+    assert c == RunnerConfig(max_num_reqs=2, initial_free_rows=(1, 0), window_reach=(3,), record=frozenset({"kv"}))
+    assert type(c.max_num_reqs) is type(c.initial_free_rows[0]) is int
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("tp_rank", {"tp_rank": 1}), ("pp_rank", {"pp_rank": -1}), ("dp_rank", {"dp_size": 2, "dp_rank": 2}),
+        ("tp_size", {"tp_size": -1}), ("dcp_size", {"dcp_size": 0}), ("tp_size", {"tp_size": 1.0}),
+        ("dcp_interleave", {"dcp_interleave": 2}), ("dcp_interleave", {"dcp_size": 2, "dcp_interleave": 0}),
+    ],
+)  # fmt: skip
+def test_ranks_lie_in_their_groups(field, values):
+    with pytest.raises(ConfigError) as caught:
+        ParallelContext(**values)
+    assert caught.value.field == field
+    assert ParallelContext(tp_size=2, tp_rank=1, dcp_size=2, dcp_interleave=16).dcp_interleave == 16
+
+
+@pytest.mark.parametrize("values", [None, 5, [("max_num_reqs", 3)]])
+def test_options_come_as_a_mapping(values):
+    with pytest.raises(ConfigError, match="mapping"):
+        RunnerConfig.from_dict(values)
+
+
+@pytest.mark.parametrize("groups", [5, (4,), None])
+def test_witness_groups_are_groups(groups):
+    with pytest.raises(ConfigError):
+        WitnessConfig(groups=groups)
+
+
+@pytest.mark.parametrize("block_size", [0, -1, None, "4"])
+def test_a_witness_group_has_a_block_size(block_size):
+    with pytest.raises(KVCacheError):
+        WitnessGroup(block_size)

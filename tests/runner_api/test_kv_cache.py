@@ -1,17 +1,24 @@
 """Sizes of the KV cache: widths of block tables, bytes, reach of a window, and configurations that cannot be."""
 
+import dataclasses
+
 import pytest
 
 from runner_api import (
+    CapabilityError,
+    ConfigError,
     KVCacheConfig,
     KVCacheError,
     KVCacheGroup,
     KVCacheSpec,
+    KVCacheTensor,
+    RunnerConfig,
     UnknownNameError,
     WitnessConfig,
     WitnessGroup,
     group_kv_cache_specs,
 )
+from runner_api.step_validation import check_kv_cache_config
 
 
 def spec(block_size=16, **rest):
@@ -99,3 +106,86 @@ def test_layers_of_one_spec_form_a_group():
         (10 * spec().bytes_per_block, ("a",)), (10 * spec(8).bytes_per_block, ("b",)),
         (10 * spec().bytes_per_block, ("c",)),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("num_blocks", [None, "20", 2.5, True, 1])
+def test_numbers_of_blocks_that_cannot_be(num_blocks):
+    with pytest.raises(KVCacheError) as caught:
+        KVCacheConfig(num_blocks, (KVCacheGroup(("a",), spec()),))
+    assert caught.value.field == "num_blocks"
+
+
+def test_parts_of_the_wrong_kind():
+    good = KVCacheGroup(("a",), spec())
+    for build in (
+        lambda: KVCacheConfig(4, None),
+        lambda: KVCacheConfig(4, (5,)),
+        lambda: KVCacheConfig(4, (good,), (good,)),
+        lambda: KVCacheGroup("a", spec()),
+        lambda: KVCacheGroup((), spec()),
+        lambda: KVCacheGroup((1,), spec()),
+        lambda: KVCacheGroup(("a",), None),
+        lambda: KVCacheGroup(("a",), spec(), "8"),
+        lambda: KVCacheTensor(0, ("a",)),
+        lambda: KVCacheTensor("8", ("a",)),
+        lambda: KVCacheTensor(8, "a"),
+    ):
+        with pytest.raises(KVCacheError):
+            build()
+
+
+# -- held against the model ----------------------------------------------------------------------------------------
+
+WITNESS = WitnessConfig(groups=(WitnessGroup(4), WitnessGroup(8, sliding_window=6)))
+SPECS = WITNESS.kv_cache_specs()
+CONFIG = group_kv_cache_specs(SPECS, 10)
+
+
+def changed(**fields):
+    """The cache of the witness model with the first group's spec changed."""
+    first = dataclasses.replace(CONFIG.groups[0], spec=dataclasses.replace(CONFIG.groups[0].spec, **fields))
+    return KVCacheConfig(10, (first, CONFIG.groups[1]))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_kv_heads": 3}, {"head_size": 2}, {"dtype": "float32"}, {"kind": "attention"}, {"kind": "state"},
+        {"sliding_window": 4},
+    ],
+)  # fmt: skip
+def test_a_spec_is_what_the_model_stores(fields):
+    with pytest.raises(KVCacheError, match=r"witness\.0") as caught:
+        check_kv_cache_config(RunnerConfig(), changed(**fields), SPECS)
+    assert caught.value.field == "groups[0].spec"
+
+
+def test_the_block_size_is_free():
+    assert check_kv_cache_config(RunnerConfig(), changed(block_size=16), SPECS) == (0, 5)
+
+
+def test_a_cache_is_a_kv_cache_config():
+    for value in (None, 5, {"num_blocks": 10}):
+        with pytest.raises(KVCacheError):
+            check_kv_cache_config(RunnerConfig(), value, SPECS)
+
+
+def test_no_reach_for_no_group_is_not_the_default():
+    with pytest.raises(ConfigError, match="one entry per KV cache group"):
+        check_kv_cache_config(RunnerConfig(window_reach=()), CONFIG, SPECS)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "error", "field"),
+    [
+        (CONFIG.tensors[:1], KVCacheError, "tensors"),
+        (CONFIG.tensors * 2, KVCacheError, "tensors"),
+        ((KVCacheTensor(1, ("witness.0",)), CONFIG.tensors[1]), KVCacheError, "tensors.size"),
+        ((KVCacheTensor(640, ("witness.0", "witness.1")),), CapabilityError, "tensors.shared_by"),
+    ],
+)
+def test_each_layer_has_one_tensor_of_its_own(tensors, error, field):
+    with pytest.raises(error) as caught:
+        check_kv_cache_config(RunnerConfig(), dataclasses.replace(CONFIG, tensors=tensors), SPECS)
+    assert caught.value.field == field
+    assert check_kv_cache_config(RunnerConfig(), dataclasses.replace(CONFIG, tensors=()), SPECS)

@@ -67,3 +67,28 @@ def test_a_nested_attribute_and_what_is_no_factory(monkeypatch):
         load_factory("nested_runner_module:outer.number")
     with pytest.raises(CapabilityError, match="stages"):
         load_stages("nested_runner_module:outer.factory")
+
+
+@pytest.mark.parametrize("name", [None, 5, ["cpu"]])
+def test_what_is_neither_name_nor_factory(name):
+    with pytest.raises(ConfigError, match="an installed name"):
+        load_runner(name)
+
+
+def raising(config):
+    raise ValueError("no driver")
+
+
+class Undescribed(load_factory(CPU)):
+    """Says nothing of itself."""
+
+    def describe(self):
+        return "a runner"
+
+
+@pytest.mark.parametrize(
+    ("factory", "text"), [(raising, "no driver"), (lambda config: 5, "execute_model"), (Undescribed, "RunnerInfo")]
+)
+def test_a_factory_that_gives_no_runner(factory, text):
+    with pytest.raises(ConfigError, match=text):
+        load_runner(factory)

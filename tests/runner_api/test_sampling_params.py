@@ -62,7 +62,12 @@ def test_normal_forms(fields, stored):
         ("min_tokens", -1), ("min_tokens", 17), ("logprobs", -2), ("logprobs", 0.5), ("prompt_logprobs", -2),
         ("stop", ""), ("stop", ["a", ""]), ("stop", 5), ("stop", [5]), ("stop_token_ids", [-1]),
         ("stop_token_ids", [1.5]), ("stop_token_ids", 5), ("stop_token_ids", [[1]]), ("allowed_token_ids", ()),
-        ("allowed_token_ids", 5), ("allowed_token_ids", ["a"]),
+        ("allowed_token_ids", 5), ("allowed_token_ids", ["a"]), ("allowed_token_ids", [-1]),
+        ("allowed_token_ids", [True]), ("stop", 0), ("stop_token_ids", False), ("stop_token_ids", "ab"),
+        ("seed", np.array([1, 2])), ("logit_bias", [1]), ("logit_bias", {"a": 1}), ("logit_bias", {-4: 1.0}),
+        ("logit_bias", {1: math.nan}), ("logit_bias", {1: math.inf}), ("logit_bias", {1: None}),
+        ("bad_words_token_ids", 5), ("bad_words_token_ids", ((),)), ("bad_words_token_ids", ((-1,),)),
+        ("bad_words_token_ids", ("ab",)), ("ignore_eos", "x"), ("ignore_eos", 1),
     ],
     ids=lambda v: str(v)[:12],
 )  # fmt: skip
@@ -124,3 +129,29 @@ def test_an_unknown_name_lists_the_nearest():
         SamplingParams.from_dict({"temprature": 1.0})
     assert "Did you mean 'temperature'" in str(caught.value)
     assert "top_p" in caught.value.expected
+
+
+def test_values_are_stored_as_plain_numbers_and_tuples():
+    p = SamplingParams(
+        temperature=np.float32(0.5), top_k=np.int64(3), logit_bias={np.int32(3): 1}, allowed_token_ids=[np.int8(3), 4],
+        bad_words_token_ids=[[1, 2]],
+    )  # fmt: skip
+    assert type(p.temperature) is float
+    assert type(p.top_k) is int
+    assert p.allowed_token_ids == (3, 4)
+    assert p.bad_words_token_ids == ((1, 2),)
+    assert p.logit_bias == {3: 1.0}
+    json.dumps(p.to_dict())
+
+
+def test_the_bias_is_a_copy_and_survives_text_keys():
+    given = {5: 1.5}
+    p = SamplingParams(logit_bias=given)
+    given[6] = math.nan
+    assert p.logit_bias == {5: 1.5}
+    assert SamplingParams.from_dict(json.loads(json.dumps(p.to_dict()))) == p
+
+
+def test_parameters_come_as_a_mapping():
+    with pytest.raises(SamplingParamsError, match="mapping"):
+        SamplingParams.from_dict(None)

@@ -15,13 +15,13 @@ def steps():
     """A step with everything in it, one with drafts and a padded graph, one without tokens."""
     runner = make_runner(num_speculative_tokens=2, max_num_reqs=4, record=frozenset({"logits", "kv", "intermediates"}))
     params = SamplingParams(temperature=0.5, logprobs=2, stop=["x"], seed=2**62)
-    added = [new("a", [1, 2, 3], [1], sampling_params=params, seed=-(2**63)), new("b", [4], [2])]
+    added = [new("a", [1, 2, 3], [1], seed=-(2**63)), new("b", [4], [2], sampling_params=params)]
     runner.execute_model(make_plan({"a": 3, "b": 1}, added, finished_req_ids=frozenset({"z", "y"})))
     runner.sample_tokens(forced=force(runner, {"a": [5], "b": [6]}, {"a": [7, 8]}))
     records = [runner.last_step()]
-    plan = make_plan({"a": 3, "b": 1}, (), {"a": (3, ([3],)), "b": (1, None)}, {"a": [-1, -1]})
+    plan = make_plan({"a": 3}, (), {"a": (3, ([3],))}, {"a": [-1, -1]})
     runner.execute_model(plan, descriptor=full(8, 4))
-    runner.sample_tokens(forced=force(runner, {"a": [7, 9], "b": [1]}))
+    runner.sample_tokens(forced=force(runner, {"a": [7, 9]}))
     records.append(dataclasses.replace(runner.last_step(), extra={"margin": [0.1, float("inf")], "note": ("x", 1)}))
     runner.execute_model(make_plan({}, kv_cache_block_copies=[(1, 5)]))
     return [*records, runner.last_step()]
@@ -173,23 +173,29 @@ STEP = {
     "batch": {
         "req_ids": ["a"], "idx_mapping": [3], "query_start_loc": [0, 2], "seq_lens": [2], "input_ids": [1, 2],
         "positions": [0, 1], "logits_indices": [1], "cu_num_logits": [0, 1], "block_tables": [[[1]]],
-        "slot_mappings": [[16, 17]],
+        "slot_mappings": [[16, 17]], "cg_mode": "NONE", "num_reqs_padded": 1, "num_tokens_padded": 2,
     },
     "sampled": {"token_ids": [[7]], "num_sampled": [1], "top2_margin": [0.5]},
 }  # fmt: skip
 
 
+IDLE = {
+    "step": 1, "plan": {**STEP["plan"], "new": [], "num_scheduled_tokens": {}, "total": 0, "finished": ["a"]},
+}  # fmt: skip
+OUTPUTS = {"a": {"token_ids": [7]}}
+
+
 def recording(tmp_path, step=STEP, meta=META, end=True):
     path = tmp_path / "vllm.jsonl"
-    lines = [{"meta": meta}, step, {"step": 1, "plan": {**STEP["plan"], "new": []}, "batch": None}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *([{"outputs": {"a": [7]}}] if end else [])]))
+    lines = [{"meta": meta}, step, IDLE]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *([{"outputs": OUTPUTS}] if end else [])]))
     return path
 
 
 def test_a_recording_is_read_as_it_is(tmp_path):
     trace = load_trace(recording(tmp_path))
     assert trace.is_vllm_recording
-    assert trace.outputs == {"a": [7]}
+    assert trace.outputs == OUTPUTS
     step, idle = trace.steps
     assert step.plan.scheduled_new_reqs[0].prefill_token_ids == [1, 2]
     assert step.plan.scheduled_new_reqs[0].sampling_params.logit_bias == {3: 1.0}
@@ -227,3 +233,114 @@ def test_recordings_that_are_wrong(tmp_path):
         load_trace(recording(tmp_path, bad))
     with pytest.raises(TraceError, match="broken step"):
         load_trace(recording(tmp_path, {**STEP, "batch": 5}))
+
+
+def changed(*path, to):
+    """STEP with the value at this path replaced."""
+    step = json.loads(json.dumps(STEP))
+    at = step
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = to
+    return step
+
+
+LISTS = [k for k, v in STEP["batch"].items() if isinstance(v, list)]
+
+
+@pytest.mark.parametrize("value", [[], [1] * 9, None, 5, "12"])
+@pytest.mark.parametrize(("part", "key"), [*(("batch", k) for k in LISTS), ("sampled", "num_sampled"),
+                                           ("sampled", "token_ids"), ("sampled", "top2_margin")])  # fmt: skip
+def test_a_list_of_another_length_is_refused(tmp_path, part, key, value):
+    # How many groups there are, slot_mappings must agree with.
+    named = "block_tables|slot_mappings" if key == "block_tables" else key
+    with pytest.raises(TraceError, match=f":2: broken step: .*({named})"):
+        load_trace(recording(tmp_path, changed(part, key, to=value)))
+
+
+def test_a_row_of_a_block_table_has_the_blocks_of_its_tokens(tmp_path):
+    for row in ([], [1, 2]):
+        with pytest.raises(TraceError, match=r"block_tables\[0\]\[0\]: wrong length"):
+            load_trace(recording(tmp_path, changed("batch", "block_tables", 0, 0, to=row)))
+
+
+@pytest.mark.parametrize("value", [2.0, True, "2", None, 2**40, [2]])
+@pytest.mark.parametrize("key", ["seq_lens", "input_ids", "logits_indices", "idx_mapping", "cu_num_logits"])
+def test_numbers_are_never_converted(tmp_path, key, value):
+    if key in ("logits_indices", "idx_mapping") and value == 2**40:
+        value = 2**63  # these are 64 bits wide
+    with pytest.raises(TraceError, match=rf"{key}\[0\]: broken element"):
+        load_trace(recording(tmp_path, changed("batch", key, 0, to=value)))
+
+
+def test_plans_and_sizes_are_checked_too(tmp_path):
+    for path, value, text in (
+        (("plan", "num_scheduled_tokens", "a"), 2.0, "num_scheduled_tokens"),
+        (("plan", "total"), 3, "add up"),
+        (("plan", "new", 0, "block_ids"), [[1.0]], "block_ids"),
+        (("batch", "num_tokens_padded"), 1, "num_tokens_padded"),
+        (("batch", "num_reqs_padded"), None, "num_reqs_padded"),
+        (("batch", "cg_mode"), "HALF", "expected one of FULL, NONE, PIECEWISE"),
+        (("batch",), None, "schedules tokens"),
+        (("step",), 1, "step number"),
+        (("step",), "0", "step number"),
+    ):
+        with pytest.raises(TraceError, match=text):
+            load_trace(recording(tmp_path, changed(*path, to=value)))
+
+
+@pytest.mark.parametrize("key", sorted(set(META) - {"recording_format"}))
+@pytest.mark.parametrize("value", [None, 0, "", [], 1.5, True])
+def test_headers_are_of_their_types(tmp_path, key, value):
+    if isinstance(META[key], str) and value == "":
+        return
+    with pytest.raises(TraceError, match=key):
+        load_trace(recording(tmp_path, meta={**META, key: value}))
+
+
+def test_nothing_stands_behind_the_outputs(tmp_path):
+    path = recording(tmp_path)
+    text = path.read_text()
+    path.write_text(text + "\n  \n")
+    assert len(load_trace(path).steps) == 2
+    path.write_text(text + json.dumps(STEP))
+    with pytest.raises(TraceError, match="goes on behind"):
+        load_trace(path)
+
+
+def test_more_output_than_the_plans_can_draw_means_missing_steps(tmp_path):
+    path = recording(tmp_path)
+    path.write_text(path.read_text().replace('"token_ids": [7]}}', '"token_ids": [7, 8]}}'))
+    with pytest.raises(TraceError, match="cut short"):
+        load_trace(path)
+    # a token that was drawn and thrown away, because its request had ended
+    path.write_text(path.read_text().replace('"token_ids": [7, 8]}}', '"token_ids": []}}'))
+    load_trace(path)
+    path.write_text(path.read_text().replace('{"token_ids": []}}', "5}"))
+    with pytest.raises(TraceError, match="token_ids"):
+        load_trace(path)
+
+
+def test_fields_that_a_recording_lacks_are_none(tmp_path):
+    record = load_trace(recording(tmp_path)).steps[0]
+    assert record.expanded_idx_mapping is record.num_rejected is record.ranks is record.logprobs is None
+
+
+def test_what_cannot_be_saved(tmp_path, steps):
+    with pytest.raises(TraceError, match="cannot be written"):
+        save_trace(tmp_path / "no" / "folder", steps)
+    for record in (1, None, steps[0].plan, dataclasses.replace(steps[0], seq_lens=None)):
+        with pytest.raises(TraceError, match="step 0"):
+            save_trace(tmp_path / "x.jsonl", [record])
+    with pytest.raises(TraceError, match="JSON"):
+        save_trace(tmp_path / "x.jsonl", steps, {"what": object()})
+
+
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(StepRecord)])
+def test_a_record_of_ours_has_every_field(tmp_path, steps, name):
+    lines = lines_of(tmp_path / "whole.jsonl", steps)
+    record = json.loads(lines[2])
+    del record[name]
+    assert name in broken(tmp_path, [*lines[:2], json.dumps(record), *lines[3:]]).what
+    record[name] = {"$": "array", "dtype": "float64", "shape": [1, 1, 1], "data": [0.5]}
+    assert broken(tmp_path, [*lines[:2], json.dumps(record), *lines[3:]]).field.endswith(":3")
