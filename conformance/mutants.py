@@ -342,10 +342,10 @@ CPU_MUTANTS: tuple[Mutant, ...] = (
        "KV-007 KV-005", "K18", "All blocks of a new request are blanked, those that it shares included."),
     # -- sampling ---------------------------------------------------------------------------------------------
     _m("temperature-by-batch-index", "sample/temperature.py",
-       "t = temperature[expanded_idx_mapping[:num_logits]]", "t = temperature[:num_logits]",
+       "np.where(rows >= 0, temperature[rows], 0)", "np.where(rows >= 0, temperature[:num_logits], 0)",
        "SAMPLE-002 SAMPLE-011", "K3", "A request is drawn at another's temperature."),
     _m("greedy-by-batch-index", "sample/gumbel.py",
-       "random = temperature[rows] != 0", "random = temperature[:num_logits] != 0",
+       "(temperature[rows] != 0)", "(temperature[:num_logits] != 0)",
        "SAMPLE-001 SAMPLE-002", "K3", "Whether a row is greedy is read from another request."),
     _m("seed-by-batch-index", "sample/gumbel.py",
        "seeds[rows][random]", "seeds[:num_logits][random]",

@@ -23,7 +23,7 @@ def gumbel_scores(
     """
     # 1 each row's parameters
     rows = expanded_idx_mapping[:num_logits]
-    random = temperature[rows] != 0
+    random = (rows >= 0) & (temperature[rows] != 0)
     scores = logits[:num_logits].astype(np.float64)
     # 2 noise where the row is not greedy
     if random.any():
