@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 OLD    := .venv-triton36
 REPORT ?= reports
 
-.PHONY: setup demo test lint types format mutants kernel-mutants bench peers gpu-test gpu-bench clean
+.PHONY: setup demo test test-triton36 lint types format mutants kernel-mutants bench peers gpu-test clean
 
 setup: $(READY)
 

@@ -79,7 +79,7 @@ def run_demo(args: argparse.Namespace) -> int:
     load_checkpoint(resolve_model(args.model))
     with ExitStack() as stack:
         factory: str | RunnerFactory = args.runner
-        demo = _Demo(args)
+        demo = _Demo(args, stack)
         if args.fault:
             fault = FAULTS[args.fault]
             factory = stack.enter_context(mutated(args.runner, fault.path, fault.old, fault.new)).factory
@@ -95,8 +95,9 @@ def run_demo(args: argparse.Namespace) -> int:
 class _Demo:
     """The pairs that ran, and what was compared in all. With --json nothing is printed before the end."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, stack: ExitStack) -> None:
         self.args = args
+        self._stack = stack
         self.pairs: list[PairedRunner] = []
         self.answers: list[dict[str, str]] = []
         self._launched_before: dict[str, int] = {}
@@ -132,6 +133,10 @@ class _Demo:
             info = candidate.describe()
             if not self.pairs:
                 self._launched_before = kernel_launches(candidate)
+                if "interpreter" in info.device:
+                    from conformance.triton_sanitizer import fast_interpreter
+
+                    self._stack.enter_context(fast_interpreter())
                 self.say(oracle.describe().line(), info.line())
             most = most_tokens
             if most is None and not policy.exact and not info.device.startswith("cuda"):
