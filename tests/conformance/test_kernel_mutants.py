@@ -19,8 +19,12 @@ from conformance.kernel_battery import differences
 from conformance.kernel_equivalents import EQUIVALENT
 from conformance.kernel_mutants import Fate, Report, sample_of
 from conformance.kernel_mutations import jit_functions, mutants_of
+from gpu_backend.triton_support import INTERPRETED
 
-pytestmark = pytest.mark.interpret
+pytestmark = [
+    pytest.mark.interpret,
+    pytest.mark.skipif(not INTERPRETED, reason="mutants run in the interpreter"),
+]
 
 KERNEL = '''
 import triton
