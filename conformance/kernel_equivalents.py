@@ -78,7 +78,6 @@ _GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         (f"{_BEHIND}: tl.maximum(tl.load(num_computed_tokens + row) - reach, 0) => "
         "(tl.load(num_computed_tokens + row) - reach)"),
         f"{_BEHIND}: 0 => -1",
-        "behind = tl.where(reach > 0, behind, 0): 0 => -1",
     )),
     ("a scalar is stored to every lane as well", "_expand_idx_mapping_kernel", (
         ("tl.store(expanded_idx_mapping + k, tl.zeros((BLOCK,), tl.int64) + row, mask=k < end): "

@@ -288,13 +288,12 @@ def test_a_step_waits_for_the_copy_that_read_its_place_and_for_no_later_one(monk
             waited.append(event)
 
     runner = make("gpu", max_concurrent_batches=2)
+    if runner.device.type != "cpu":
+        pytest.skip("without a GPU a stub stands for its stream; with one, lockstep shows the outcome")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Stream())
     for n in range(3, 8):
         runner.execute_model(
             first_plan() if n == 3 else make_plan({"A": 1}, (), {"A": (n - 1, [4] if n == 5 else None)})
         )
-        output = runner.sample_tokens()
-        if runner.device.type == "cpu":
-            output.copied = f"copy of step {n}"
-    if runner.device.type == "cpu":
-        assert waited == [f"copy of step {n}" for n in (3, 4, 5)]
+        runner.sample_tokens().copied = f"copy of step {n}"
+    assert waited == [f"copy of step {n}" for n in (3, 4, 5)]
