@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -34,6 +35,12 @@ def test_the_real_model_answers(capsys: pytest.CaptureFixture[str]) -> None:
     except CheckpointError as e:
         pytest.skip(f"the real model is not installed: {e}")
     exec(compile(PROGRAMS[1], "README.md", "exec"), {})
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
+def test_examples_run(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(example), run_name="__main__")
     assert capsys.readouterr().out.strip()
 
 
