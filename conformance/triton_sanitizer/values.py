@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,6 +41,17 @@ class Reporter(Protocol):
     def report(self, kind: FaultKind, **what: Any) -> None: ...
 
 
+@cache
+def _integer_masks() -> bool:
+    """Does this Triton's interpreter take masks of integers? (3.6 does, 3.9 does not.)"""
+    nobody = np.zeros(1, np.int32)
+    try:
+        stock._interpreter.load(np.zeros(1, np.uint64), nobody, nobody, np.dtype(np.int32))
+    except ValueError:
+        return False
+    return True
+
+
 class SanitizingBuilder(FollowingBuilder):
     """The stock builder; `memory` is that of the running launch."""
 
@@ -60,6 +72,10 @@ class SanitizingBuilder(FollowingBuilder):
         assert self.memory is not None, "a kernel runs outside of a launch"
         self.accesses += 1
         lanes = None if mask is None else np.broadcast_to(data_of(mask), ptrs.data.shape)
+        if lanes is not None and lanes.dtype != np.bool_:
+            if not _integer_masks():
+                raise ValueError("mask has unsupported dtype")  # in stock's own words
+            lanes = lanes != 0  # integers would be taken for positions here
         if self.any_undefined:
             self._refuse_undefined(undefined_lanes(mask), None, "the mask")
             self._refuse_undefined(undefined_lanes(ptrs), lanes, "the address")

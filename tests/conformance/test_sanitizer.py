@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -642,3 +643,25 @@ def test_results_are_those_of_the_plain_interpreter() -> None:
     with sanitize():
         _row_sum[(1,)](x, judged, 10, BLOCK=16, SELECT=True)
     assert stock.equal(judged)
+
+
+@triton.jit
+def _spread_truth_kernel(x, y, enabled, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    on = tl.load(enabled) != 0  # one truth value, which the interpreter spreads over the block as integers
+    tl.store(y + i, tl.load(x + i), mask=on)
+
+
+def test_a_spread_truth_value_is_taken_or_refused_as_without_the_sanitizer() -> None:
+    """Triton 3.9's interpreter refuses it, 3.6's takes it; read as positions, it would hit the wrong lanes."""
+    outcomes = []
+    for context in (nullcontext(), sanitize()):
+        x, y, enabled = torch.arange(8), torch.zeros(8, dtype=torch.int64), torch.ones(1, dtype=torch.int32)
+        try:
+            with context:
+                _spread_truth_kernel[(1,)](x, y, enabled, BLOCK=8)
+            outcomes.append(("stored", y.tolist()))
+        except triton.runtime.interpreter.InterpreterError as e:
+            outcomes.append(("refused", str(e)))
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0] == ("stored", list(range(8))) or "unsupported dtype" in outcomes[0][1]
