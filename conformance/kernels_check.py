@@ -7,6 +7,7 @@ the work is shared out, a compiler that dies is told from one that refuses, and 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -136,6 +137,8 @@ def _entry(
 def run_kernels_check(args: argparse.Namespace) -> int:
     """`modelrunner kernels check`: 0 = all compile, 1 = some do not, 2 = misuse."""
     targets = [t for text in args.targets for t in text.split(",") if t]
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError("kernels are compiled by triton, which is not installed", hint="pip install modelrunner[gpu]")
     try:
         for target in targets:
             if not re.fullmatch(r"sm_\d+|gfx\w+", target):

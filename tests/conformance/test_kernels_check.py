@@ -141,6 +141,12 @@ def test_misuse_is_told(argv: list[str], message: str, capsys: pytest.CaptureFix
     assert message in capsys.readouterr().err
 
 
+def test_without_triton_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("conformance.kernels_check.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"triton, which is not installed.*pip install modelrunner\[gpu\]"):
+        check("--targets", "sm_90")
+
+
 def test_a_declared_kernel_must_be_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check("gpu_backend.kv_cache", "--signatures", signatures(tmp_path, DECLARED)) == 2
     assert "no such kernel in the modules: copy_kernel" in capsys.readouterr().err
