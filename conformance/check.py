@@ -20,12 +20,13 @@ from conformance.clauses import Clause, clause, load_clauses
 from conformance.dense import DenseLlama, DenseLogits
 from conformance.driver import KINDS, RandomDriver, draw_size
 from conformance.evaluate import Evaluation, can_run, evaluate
-from conformance.harness import build_runner, factory_of, make_runner
+from conformance.harness import build_runner
 from conformance.lockstep import AGREE, DIVERGE, Lockstep, LockstepResult, TokenPolicy
 from conformance.report import plain_table
 from conformance.smoke import ADVICE, smoke
 from conformance.world import PlanWorld
 from runner_api import SPEC_VERSION, Capability, ConfigError, RunnerConfig
+from runner_api.loader import call_factory, load_factory
 from runner_api.protocol import RunnerFactory
 
 STEPS_PER_WORLD = 50
@@ -46,9 +47,9 @@ def run_check(args: argparse.Namespace) -> int:
             hint="Add --model PATH, or leave --dtype out",
         )  # fmt: skip
     dtype = args.dtype or "float32"
-    runner, oracle = factory_of(args.runner), factory_of(args.against)
-    make_runner(oracle, RunnerConfig(max_num_reqs=2))
-    info = make_runner(runner, RunnerConfig(max_num_reqs=2)).describe()
+    runner, oracle = load_factory(args.runner), load_factory(args.against)
+    call_factory(oracle, RunnerConfig(max_num_reqs=2))
+    info = call_factory(runner, RunnerConfig(max_num_reqs=2)).describe()
     report: dict[str, Any] = {
         "runner": info.line(), "spec_version": SPEC_VERSION, "seed": args.seed, "against": args.against,
         "smoke": smoke(runner), "areas": {}, "clauses": {}, "errors": [], "counts": {}, "lockstep": [],
@@ -100,7 +101,7 @@ def lockstep_on_worlds(
 
     lag None: alternate between taking outputs at once and a step late, where the runner offers it.
     """
-    offered = make_runner(runner, RunnerConfig(max_num_reqs=2)).describe().capabilities
+    offered = call_factory(runner, RunnerConfig(max_num_reqs=2)).describe().capabilities
     kinds = [k for k in KINDS if can_run(k, offered)]
     total, number = LockstepResult(), 0
     while total.steps < steps and total.first is None:

@@ -29,7 +29,7 @@ from runner_api import (
     load_factory,
     load_runner,
 )
-from runner_api.checkpoint import load_checkpoint, resolve_model
+from runner_api.checkpoint import Checkpoint, load_checkpoint, resolve_model
 from runner_api.loader import kernel_launches
 
 PROMPTS = ("What is the capital of France?", "Write one sentence about the sea.")
@@ -76,7 +76,7 @@ def run_demo(args: argparse.Namespace) -> int:
         raise UnknownNameError("fault", args.fault, FAULTS, field="--fault")
     load_factory(args.against)
     load_factory(args.runner)
-    load_checkpoint(resolve_model(args.model))
+    checkpoint = load_checkpoint(resolve_model(args.model))
     with ExitStack() as stack:
         factory: str | RunnerFactory = args.runner
         demo = _Demo(args, stack)
@@ -86,7 +86,7 @@ def run_demo(args: argparse.Namespace) -> int:
             demo.say(f"planted in {args.runner}, {fault.path}: {fault.story}")
         try:
             demo.witness(factory)
-            demo.real_model(factory)
+            demo.real_model(factory, checkpoint)
         except Diverged as e:
             demo.say(f"\nfirst divergence at {e.divergence}\n")
         return demo.verdict()
@@ -114,12 +114,12 @@ class _Demo:
         with LLM(WitnessConfig(), build, max_num_reqs=8, max_model_len=64, max_num_batched_tokens=16) as llm:
             llm.generate(list(WITNESS_PROMPTS), params)
 
-    def real_model(self, factory: str | RunnerFactory) -> None:
+    def real_model(self, factory: str | RunnerFactory, checkpoint: Checkpoint) -> None:
         self.say(f"\n{self.args.model}: floats, so a token may differ where rounding explains it")
         params = SamplingParams(temperature=0.0, max_tokens=self.args.max_tokens)
         prompts = self.args.prompts or list(PROMPTS)
         build = self._build(factory, TokenPolicy(exact=False), self.args.compare_tokens)
-        with LLM(self.args.model, build, max_num_reqs=8, max_model_len=1024, enable_prefix_caching=False) as llm:
+        with LLM(checkpoint, build, max_num_reqs=8, max_model_len=1024, enable_prefix_caching=False) as llm:
             outputs = llm.generate(prompts, params, chat=True)
         for prompt, output in zip(prompts, outputs, strict=True):
             self.answers.append({"prompt": prompt, "text": output.text.strip()})

@@ -21,7 +21,7 @@ import conformance.laws_values  # noqa: F401
 from conformance.clauses import Clause, load_clauses
 from conformance.context import Mismatch, RowTracker, StepContext
 from conformance.driver import KINDS, RandomDriver, WorldSize, draw_size
-from conformance.harness import build_runner, factory_of, make_runner
+from conformance.harness import build_runner
 from conformance.laws import LAWS, Law
 from conformance.laws_inputs import rows_follow_the_stack
 from conformance.planned_step import PlannedStep
@@ -39,6 +39,7 @@ from runner_api import (
     RunnerInfo,
     StepRecord,
 )
+from runner_api.loader import call_factory, load_factory
 from runner_api.protocol import RunnerFactory
 
 # Steps of one world: long enough for rows and blocks to change hands often, short enough to see many sizes.
@@ -97,8 +98,8 @@ def evaluate(
     oracle: str | RunnerFactory = "cpu",
 ) -> Evaluation:  # fmt: skip
     """Judge `runner` on worlds of every kind it can run, `steps` steps of each kind and seed, and by every probe."""
-    runner, oracle = factory_of(runner), factory_of(oracle)
-    info = make_runner(runner, RunnerConfig(max_num_reqs=2)).describe()
+    runner, oracle = load_factory(runner), load_factory(oracle)
+    info = call_factory(runner, RunnerConfig(max_num_reqs=2)).describe()
     result = Evaluation(info, skipped=_skipped(load_clauses().values(), info.capabilities))
     for seed in seeds:
         for kind in KINDS:

@@ -16,11 +16,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from conformance.clauses import clause
 from conformance.driver import PALETTE, WorldSize
 from conformance.evaluate import StepJudge, record_parts
-from conformance.harness import build_runner, factory_of, make_runner
+from conformance.harness import build_runner
 from conformance.planned_step import WorldRequest
 from conformance.report import batch_table
 from conformance.world import PlanWorld
 from runner_api import AsyncModelRunnerOutput, Capability, RunnerConfig, WitnessConfig, WitnessGroup
+from runner_api.loader import call_factory, load_factory
 from runner_api.protocol import RunnerFactory
 
 VOCAB = 64
@@ -32,8 +33,8 @@ SEED = st.integers(-(2**63), 2**63 - 1)
 
 def machine_for(runner: str | RunnerFactory, oracle: str | RunnerFactory = "cpu") -> type[RuleBasedStateMachine]:
     """A state machine class that judges `runner`."""
-    candidate_factory, oracle_factory = factory_of(runner), factory_of(oracle)
-    offered = make_runner(candidate_factory, RunnerConfig(max_num_reqs=2)).describe().capabilities
+    candidate_factory, oracle_factory = load_factory(runner), load_factory(oracle)
+    offered = call_factory(candidate_factory, RunnerConfig(max_num_reqs=2)).describe().capabilities
     palette = st.sampled_from([p for p in PALETTE if p.required_capabilities() <= offered])
 
     class PlanMachine(RuleBasedStateMachine):

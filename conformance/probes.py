@@ -13,7 +13,7 @@ import numpy as np
 
 from conformance.clauses import clause
 from conformance.context import Mismatch
-from conformance.harness import build_runner, make_runner
+from conformance.harness import build_runner
 from conformance.stage_laws import stages_alone
 from runner_api import (
     BatchDescriptor,
@@ -33,6 +33,7 @@ from runner_api import (
     WitnessConfig,
     WitnessGroup,
 )
+from runner_api.loader import call_factory
 from runner_api.protocol import RunnerFactory
 
 Found = dict[str, list[Mismatch]]
@@ -219,7 +220,7 @@ def calls_out_of_order_are_refused(bench: Bench) -> Found:
             found["MR-ERR-002"].append(Mismatch("MR-ERR-002", name, None, (), "accepted", "CallOrderError"))
 
     step = plan_of(new("a", [1, 2, 3], [1]))
-    bare = make_runner(bench.runner, CONFIG)
+    bare = call_factory(bench.runner, CONFIG)
     refused("get_kv_cache_specs", bare.get_kv_cache_specs)
     bare.load_model(MODEL)
     refused("execute_model", lambda: bare.execute_model(step))

@@ -193,8 +193,8 @@ class CpuModelRunner:
         self.validator.commit(plan)
         # 2 apply the plan to the rows
         self._update_states(plan)
-        self._record = StepRecord(plan, runner=self.describe().line())
         if plan.total_num_scheduled_tokens == 0:
+            self._record = StepRecord(plan, runner=self.describe().line())
             return EMPTY_MODEL_RUNNER_OUTPUT
         # 3 order the batch and build its inputs
         batch = self._prepare_inputs(plan, descriptor)
