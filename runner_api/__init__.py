@@ -4,7 +4,7 @@ Read `plan` (what a step is asked), `protocol` (what a runner is), `record` (wha
 """
 
 from runner_api.capabilities import Capability
-from runner_api.config import BatchDescriptor, CUDAGraphMode, ParallelContext, RunnerConfig
+from runner_api.config import BatchDescriptor, CUDAGraphMode, ParallelContext, ReasoningConfig, RunnerConfig
 from runner_api.constants import NO_ROW, NULL_BLOCK_ID, PAD_SLOT_ID, PLACEHOLDER_TOKEN_ID, SCHEMA_VERSION, SPEC_VERSION
 from runner_api.errors import (
     CallOrderError,
@@ -13,6 +13,7 @@ from runner_api.errors import (
     ConfigError,
     EngineError,
     KVCacheError,
+    LogitsProcessorError,
     PlanError,
     RunnerError,
     SamplingParamsError,
@@ -28,6 +29,7 @@ from runner_api.outputs import (
     IntermediateTensors,
     LogprobsLists,
     ModelRunnerOutput,
+    SampleFault,
 )
 from runner_api.plan import CachedRequestData, ForcedStep, GrammarOutput, NewRequestData, SchedulerOutput
 from runner_api.protocol import (
@@ -41,7 +43,9 @@ from runner_api.protocol import (
 )
 from runner_api.record import INTEGER_FIELDS, StepRecord
 from runner_api.sampling_params import SamplingParams
+from runner_api.selection import LayoutDecision, resolve_layout
 from runner_api.stages import StageSet, StageSpec
+from runner_api.structured_outputs import StructuredOutputsParams
 from runner_api.trace import Trace, load_trace, save_trace
 from runner_api.validation import PlanValidator
 from runner_api.witness import WitnessConfig, WitnessGroup
@@ -51,13 +55,14 @@ __spec_version__ = SPEC_VERSION
 
 __all__ = [
     "EMPTY_MODEL_RUNNER_OUTPUT", "INTEGER_FIELDS", "NO_ROW", "NULL_BLOCK_ID", "PAD_SLOT_ID", "PLACEHOLDER_TOKEN_ID",
-    "SCHEMA_VERSION", "SPEC_VERSION", "AsyncModelRunnerOutput", "BatchDescriptor", "CUDAGraphMode", "CachedRequestData",
-    "CallOrderError", "Capability", "CapabilityError", "CheckpointError", "Collectives", "ConfigError",
-    "DefaultModelState", "DraftTokenIds", "EngineError", "ForcedStep", "GrammarOutput", "IntermediateTensors",
-    "KVCacheConfig", "KVCacheError", "KVCacheGroup", "KVCacheSpec", "KVCacheTensor", "LogprobsLists", "ModelRunner",
-    "ModelRunnerOutput", "ModelState", "NewRequestData", "ParallelContext", "PlanError", "PlanValidator",
-    "RunnerConfig", "RunnerError", "RunnerFactory", "RunnerInfo", "SamplingParams", "SamplingParamsError",
-    "SchedulerOutput", "SingleRank", "StageSet", "StageSpec", "StepRecord", "Trace", "TraceError", "UnknownNameError",
-    "WitnessConfig", "WitnessGroup", "group_kv_cache_specs", "load_factory", "load_runner", "load_stages", "load_trace",
-    "runner_names", "save_trace",
+    "SCHEMA_VERSION", "SPEC_VERSION", "AsyncModelRunnerOutput", "BatchDescriptor", "CUDAGraphMode",
+    "CachedRequestData", "CallOrderError", "Capability", "CapabilityError", "CheckpointError", "Collectives",
+    "ConfigError", "DefaultModelState", "DraftTokenIds", "EngineError", "ForcedStep", "GrammarOutput",
+    "IntermediateTensors", "KVCacheConfig", "KVCacheError", "KVCacheGroup", "KVCacheSpec", "KVCacheTensor",
+    "LayoutDecision", "LogitsProcessorError", "LogprobsLists", "ModelRunner", "ModelRunnerOutput", "ModelState",
+    "NewRequestData", "ParallelContext", "PlanError", "PlanValidator", "ReasoningConfig", "RunnerConfig", "RunnerError",
+    "RunnerFactory", "RunnerInfo", "SampleFault", "SamplingParams", "SamplingParamsError", "SchedulerOutput",
+    "SingleRank", "StageSet", "StageSpec", "StepRecord", "StructuredOutputsParams", "Trace", "TraceError",
+    "UnknownNameError", "WitnessConfig", "WitnessGroup", "group_kv_cache_specs", "load_factory", "load_runner",
+    "load_stages", "load_trace", "resolve_layout", "runner_names", "save_trace",
 ]  # fmt: skip

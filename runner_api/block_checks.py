@@ -6,7 +6,7 @@ and looks at other requests only where they hold the very block that is written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -116,22 +116,61 @@ class BlockHolders:
         return self._columns[group].get(block, {})
 
 
+class Loss(NamedTuple):
+    """A slot that `run` writes while `owner` has computed `position` in it."""
+
+    run: Run
+    offset: int
+    owner: str
+    position: int
+
+
 def check_writes(
     plan: SchedulerOutput,
     scheduled: Mapping[str, Scheduled],
     holders: BlockHolders,
     requests: Mapping[str, LiveRequest],
-    removed: frozenset[str],
+    freed: Collection[str],
+    owners: Collection[str],
 ) -> None:
-    """No slot is written twice in a step, and none that holds what another live request has computed."""
+    """No slot is written twice in a step, and none that holds what one of `owners` has computed.
+
+    freed: requests whose blocks this plan gives away.
+    """
     for g, spec in enumerate(holders.specs):
         if spec.has_slot_mapping:
             runs = _runs(plan, scheduled, g, spec.block_size)
             _check_one_writer(runs, g)
-            for run in runs:
-                for other, column in holders.columns(g, run.block).items():
-                    if other != run.req_id and other not in removed:
-                        _check_not_computed(run, other, requests[other], column, g, spec)
+            for loss in _losses(runs, g, holders, requests, freed):
+                if loss.owner in owners:
+                    raise _lost(loss, g)
+
+
+def find_losers(
+    plan: SchedulerOutput,
+    scheduled: Mapping[str, Scheduled],
+    holders: BlockHolders,
+    requests: Mapping[str, LiveRequest],
+) -> set[str]:
+    """Requests that have computed something in slots that the plan writes for others."""
+    losers = set()
+    for g, spec in enumerate(holders.specs):
+        if spec.has_slot_mapping:
+            runs = _runs(plan, scheduled, g, spec.block_size)
+            losers |= {loss.owner for loss in _losses(runs, g, holders, requests, ())}
+    return losers
+
+
+def _losses(
+    runs: list[Run], group: int, holders: BlockHolders, requests: Mapping[str, LiveRequest], freed: Collection[str]
+) -> Iterator[Loss]:
+    spec = holders.specs[group]
+    for run in runs:
+        for other, column in holders.columns(group, run.block).items():
+            if other != run.req_id and other not in freed:
+                offset = _first_computed(run, requests[other], column, spec)
+                if offset is not None:
+                    yield Loss(run, offset, other, column * spec.block_size + offset)
 
 
 def _runs(plan: SchedulerOutput, scheduled: Mapping[str, Scheduled], group: int, size: int) -> list[Run]:
@@ -159,8 +198,8 @@ def _check_one_writer(runs: list[Run], group: int) -> None:
             )
 
 
-def _check_not_computed(run: Run, other: str, live: LiveRequest, column: int, group: int, spec: KVCacheSpec) -> None:
-    """`other` holds the block at `column`: what it has computed there, and may still read, must stay.
+def _first_computed(run: Run, live: LiveRequest, column: int, spec: KVCacheSpec) -> int | None:
+    """`live` holds the block at `column`: the first offset of the run at which it has computed what it may still read.
 
     Behind its window it may hold blocks that have long been given to somebody else. While drafts are in flight only
     the positions that are computed whatever becomes of them count.
@@ -168,16 +207,19 @@ def _check_not_computed(run: Run, other: str, live: LiveRequest, column: int, gr
     first = column * spec.block_size
     oldest = 0 if spec.sliding_window is None else max(live.computed_upper - spec.window_reach, 0)
     low, high = max(run.low, oldest - first), min(run.high, live.computed_lower - first)
-    if low < high:
-        raise PlanError(
-            "a write to what another live request has computed",
-            code="MR-ERR-047",
-            field=f"block_ids (group {group})",
-            req_id=run.req_id,
-            got=f"block {run.block} offset {low}, position {first + low} of {other!r}",
-            expected="a block of its own behind the shared ones",
-            hint="Copy the block first (kv_cache_block_copies)",
-        )
+    return low if low < high else None
+
+
+def _lost(loss: Loss, group: int) -> PlanError:
+    return PlanError(
+        "a write to what another live request has computed",
+        code="MR-ERR-047",
+        field=f"block_ids (group {group})",
+        req_id=loss.run.req_id,
+        got=f"block {loss.run.block} offset {loss.offset}, position {loss.position} of {loss.owner!r}",
+        expected="a block of its own behind the shared ones",
+        hint="Copy the block first (kv_cache_block_copies)",
+    )
 
 
 def check_block_operations(kv_cache_config: KVCacheConfig, plan: SchedulerOutput) -> None:

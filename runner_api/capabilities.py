@@ -26,6 +26,10 @@ class Capability(StrEnum):
     MIN_TOKENS = "min_tokens"
     BAD_WORDS = "bad_words"
     GRAMMAR = "grammar"
+    THINKING_BUDGET = "thinking_budget"
+    TRACE_REPLAY = "trace_replay"  # decode tokens forced from the request's own list
+    LOGITS_PROCESSORS = "logits_processors"  # RunnerConfig.logits_processors
+    SAMPLE_FAULTS = "sample_faults"  # a row of NaN, or without any token, is an error of that request alone
     FORCED_STEP = "forced_step"  # sample_tokens(forced=…)
     PADDED_BATCH = "padded_batch"  # honours descriptors with more tokens or requests than the plan
     MULTI_GROUP = "multi_group"  # several KV cache groups

@@ -15,6 +15,9 @@ LAYOUTS = ("slots", "dense")
 NOISE_SCHEMES = ("murmur3", "philox")
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 RECORD_PARTS = ("logits", "kv", "intermediates")
+# What log probabilities are taken from: the logits after the grammar mask and before everything else, or after all
+# processing; and whether they are normalised at all.
+LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 
 
 class CUDAGraphMode(IntEnum):
@@ -70,6 +73,28 @@ class ParallelContext:
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningConfig:
+    """How a model thinks aloud: token ids of the marker that starts it, of the text that ends it when the budget of a
+    request is used up, and of the marker by which the model ends it by itself (the tail of the former).
+
+    Raises `ConfigError` for an empty marker.
+    """
+
+    start_token_ids: tuple[int, ...]
+    end_token_ids: tuple[int, ...]
+    natural_end_token_ids: tuple[int, ...] = ()  # empty: end_token_ids
+
+    def __post_init__(self) -> None:
+        if not self.natural_end_token_ids:
+            object.__setattr__(self, "natural_end_token_ids", self.end_token_ids)
+        for name in ("start_token_ids", "end_token_ids", "natural_end_token_ids"):
+            ids = tuple(check_integer(name, t, 0) for t in check_sequence(name, getattr(self, name)))
+            if not ids:
+                raise ConfigError("a marker has no token", field=name, expected="at least one token id")
+            object.__setattr__(self, name, ids)
+
+
+@dataclass(frozen=True, slots=True)
 class RunnerConfig:
     """Everything a runner is built from besides the model. Every field changes something or is refused.
 
@@ -80,7 +105,11 @@ class RunnerConfig:
     max_num_reqs: int = 64
     max_num_batched_tokens: int = 512
     max_model_len: int = 1024
-    layout: str = "slots"
+    # None: left to the environment and the policy (runner_api.selection).
+    layout: str | None = None
+    # Decodes before prefills: a row that schedules at most so many tokens counts as a decode. None: no reordering.
+    # The dense layout alone has it.
+    reorder_batch_threshold: int | None = None
     noise: str = "murmur3"
     dtype: str = "float32"
     device: str = "auto"
@@ -92,6 +121,13 @@ class RunnerConfig:
     # gathered block tables. 0 = keep every entry, also those that are somebody else's by now, so that writes to
     # another request's blocks are not looked for in that group. None: take it from the specs.
     window_reach: tuple[int, ...] | None = None
+    # One of LOGPROBS_MODES.
+    logprobs_mode: str = "raw_logprobs"
+    # None: no request may have a thinking budget.
+    reasoning: ReasoningConfig | None = None
+    # Factories of custom logits processors (runner_api.logits_processors), or their `package.module:factory` names;
+    # they run in this order.
+    logits_processors: tuple[Any, ...] = ()
     # Extra parts of the StepRecord: any of RECORD_PARTS.
     record: frozenset[str] = frozenset()
     parallel: ParallelContext = ParallelContext()
@@ -102,8 +138,28 @@ class RunnerConfig:
             ("num_speculative_tokens", 0),
         ):  # fmt: skip
             self._set(name, check_integer(name, getattr(self, name), least))
-        for name, valid in (("layout", LAYOUTS), ("noise", NOISE_SCHEMES), ("dtype", DTYPES)):
+        for name, valid in (
+            ("noise", NOISE_SCHEMES), ("dtype", DTYPES), ("logprobs_mode", LOGPROBS_MODES),
+        ):  # fmt: skip
             check_name(name, getattr(self, name), valid)
+        if self.layout is not None:
+            check_name("layout", self.layout, LAYOUTS)
+        if self.reorder_batch_threshold is not None:
+            threshold = check_integer("reorder_batch_threshold", self.reorder_batch_threshold, 1)
+            self._set("reorder_batch_threshold", threshold)
+        if self.reasoning is not None and not isinstance(self.reasoning, ReasoningConfig):
+            raise ConfigError(
+                "markers are told in a ReasoningConfig", field="reasoning", got=self.reasoning,
+                expected="a ReasoningConfig or None",
+            )  # fmt: skip
+        processors = tuple(check_sequence("logits_processors", self.logits_processors))
+        for processor in processors:
+            if not (callable(processor) or (isinstance(processor, str) and ":" in processor)):
+                raise ConfigError(
+                    "not a logits processor", field="logits_processors", got=processor,
+                    expected="a factory, or 'package.module:factory'",
+                )  # fmt: skip
+        self._set("logits_processors", processors)
         if not isinstance(self.device, str):
             raise ConfigError("a device is named by a string", field="device", got=self.device, expected="a str")
         if not isinstance(self.parallel, ParallelContext):

@@ -17,6 +17,17 @@ NO_ROW = -1
 # aligned chunks. (vLLM's value.)
 BLOCK_TABLE_TOKEN_ALIGNMENT = 128
 
+# How much one request may ask of the sampler: the width of the tables that hold it by row. More is refused when the
+# request is admitted. (vLLM's values; allowed token ids are kept as bits and have no limit.)
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKEN_IDS = 128
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_TOKENS = 1024
+MAX_LOGPROB_TOKEN_IDS = 128
+
+# What thinking-budget forcing writes over the logit of the token that must come next. (vLLM's value.)
+FORCED_LOGIT = 1e9
+
 # Version of the StepRecord fields and of the trace files that hold them.
 SCHEMA_VERSION = 1
 

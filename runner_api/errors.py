@@ -122,6 +122,12 @@ class EngineError(RunnerError):
     default_code = "MR-ERR-010"
 
 
+class LogitsProcessorError(RunnerError):
+    """A custom logits processor raised, or broke its interface; the text names it and the method."""
+
+    default_code = "MR-ERR-013"
+
+
 def _short(value: Any, limit: int = 120) -> str:
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -88,6 +88,15 @@ class KVCacheGroup:
                 "kernel block size does not divide the block size", field="kernel_block_size", got=kernel,
                 expected=f"a divisor of {self.spec.block_size}",
             )  # fmt: skip
+        if self.blocks_per_kv_block > 1 and not self.spec.has_slot_mapping:
+            raise KVCacheError(
+                "a state is not divided", field="kernel_block_size", got=kernel, expected=self.spec.block_size
+            )
+
+    @property
+    def blocks_per_kv_block(self) -> int:
+        """How many kernel blocks one block of the allocator holds."""
+        return self.spec.block_size // (self.kernel_block_size or self.spec.block_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,21 @@ class LiveRequest:
     computed_lower: int  # if every draft in flight is rejected
     block_ids: tuple[list[int], ...]
     wants_logprobs: bool = False
+    # Dense layout alone, where a preempted request stays known:
+    prompt_token_ids: Sequence[int] = ()
+    preempted: bool = False  # it can only come back as resumed
+
+    @property
+    def known_len(self) -> int:
+        """Tokens known without drafts: the last known one has been computed, so one more was drawn."""
+        return self.prefill_len if self.computed_upper < self.prefill_len else self.computed_upper + 1
+
+    def start_over(self) -> None:
+        """It has lost its blocks: everything that is known of it has to be computed again."""
+        self.prefill_len = self.known_len
+        self.computed_upper = self.computed_lower = 0
+        self.block_ids = tuple([] for _ in self.block_ids)
+        self.preempted = True
 
 
 @dataclass(slots=True)

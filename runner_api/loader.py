@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
 from runner_api.config import RunnerConfig
 from runner_api.errors import CapabilityError, ConfigError, RunnerError, UnknownNameError
 from runner_api.protocol import ModelRunner, RunnerFactory, RunnerInfo
+from runner_api.selection import LayoutDecision, offered_layouts, resolve_layout
 from runner_api.stages import StageSet
 
 ENTRY_POINT_GROUP = "modelrunner.runners"
@@ -41,6 +43,17 @@ def load_factory(name: str | RunnerFactory) -> RunnerFactory:
     target = name if ":" in name else runner_names().get(name)
     if target is None:
         raise UnknownNameError("runner", name, runner_names(), field="runner")
+    found = load_object(
+        target, f"runner {name!r}", "runner",
+        "Install what it needs (for the gpu runner: modelrunner[gpu]) or correct the path",
+    )  # fmt: skip
+    if not callable(found):
+        raise ConfigError("a runner's factory must be callable", field="runner", got=found, expected="factory(config)")
+    return found
+
+
+def load_object(target: str, what: str, field: str, hint: str = "Correct the path, or install what it needs") -> Any:
+    """The object behind `package.module:name.in.it`. Raises ConfigError for whatever goes wrong on the way."""
     module_name, _, attribute = target.partition(":")
     try:
         found: Any = importlib.import_module(module_name)
@@ -48,12 +61,8 @@ def load_factory(name: str | RunnerFactory) -> RunnerFactory:
             found = getattr(found, part)
     except Exception as e:  # importing runs foreign code
         raise ConfigError(
-            f"runner {name!r} cannot be imported from {target!r}: {type(e).__name__}: {e}",
-            field="runner",
-            hint="Install what it needs (for the gpu runner: modelrunner[gpu]) or correct the path",
+            f"{what} cannot be imported from {target!r}: {type(e).__name__}: {e}", field=field, hint=hint
         ) from e
-    if not callable(found):
-        raise ConfigError("a runner's factory must be callable", field="runner", got=found, expected="factory(config)")
     return found
 
 
@@ -75,19 +84,65 @@ def call_factory(name: str | RunnerFactory, config: RunnerConfig) -> ModelRunner
             f"the factory of {name!r} gave no ModelRunner", field="runner", got=runner,
             expected=f"methods {', '.join(missing)}" if missing else "describe() to return a RunnerInfo",
         )  # fmt: skip
+    built_layout(config, info)
     return runner
 
 
+def decide_layout(name: str | RunnerFactory, config: RunnerConfig) -> LayoutDecision:
+    """Which layout the runner of this name takes, and why; the runner is not built. Raises what building it would."""
+    factory = load_factory(name)
+    label = name if isinstance(name, str) else getattr(name, "__qualname__", type(name).__qualname__)
+    return resolve_layout(label, config, offered_layouts(factory))
+
+
+def built_layout(config: RunnerConfig, info: RunnerInfo) -> LayoutDecision:
+    """Why a runner has its layout: by its own word, or, where it has no choice, by what asks for another.
+
+    Raises CapabilityError or ConfigError if it was asked for a layout and has another one.
+    """
+    decision = info.selection or resolve_layout(info.name, config, (info.layout,))
+    if info.layout != decision.layout:
+        raise ConfigError(
+            f"runner {info.name!r} has another layout than it chose", field="layout", got=info.layout,
+            expected=decision.line(),
+        )  # fmt: skip
+    return decision
+
+
 def load_runner(name: str | RunnerFactory, config: RunnerConfig | None = None) -> ModelRunner:
-    """Build the runner and say once in the log which one it is."""
-    runner = call_factory(name, config or RunnerConfig())
-    log.info("%s", runner.describe().line())
+    """Build the runner and say once in the log which one it is, with which layout, and why."""
+    config = config or RunnerConfig()
+    runner = call_factory(name, config)
+    info = runner.describe()
+    log.info("%s", info.line() if info.selection else f"{info.line()} {built_layout(config, info).line()}")
     return runner
 
 
 def kernel_launches(runner: Any) -> dict[str, int]:
     """Launches of each kernel in this process so far; empty for a runner that does not count or has no kernels."""
     return dict(getattr(runner, "kernel_launches", dict)())
+
+
+def table_traffic(runner: Any) -> dict[str, int]:
+    """What the runner wrote to its block tables since `initialize_kv_cache`; empty for one that does not count.
+
+    entries: block ids written into rows, as plans brought them; bytes_staged: sent to write them, with where they go;
+    bytes_gathered, bytes_committed: of the batch's rows, brought into batch order or sent as a prefix, step by step;
+    rows_moved, entries_moved: to keep rows dense. A runner leaves out what it does not have or does not count.
+    """
+    return dict(getattr(runner, "table_traffic", dict)())
+
+
+def listen_to_parts(runner: Any, listener: Callable[[str], object]) -> bool:
+    """Have `listener(name)` called where a part of a step ends; False if the runner does not tell its parts.
+
+    The parts of execute_model are plan, rows, inputs, tables, metadata and forward, those of sample_tokens sample and
+    advance; record is what either does for `last_step`. A part may end several times in one step.
+    """
+    if not callable(getattr(runner, "end_of_part", None)):
+        return False
+    runner.end_of_part = listener
+    return True
 
 
 def load_stages(name: str | RunnerFactory) -> StageSet:

@@ -33,6 +33,8 @@ class NewRequestData:
     sampling_params: SamplingParams | None = None
     # Drawn by the engine where the user gave none, so that ranks and resumes agree. Signed 64 bit.
     seed: int = 0
+    # End-of-sequence ids of the model. Part of the stop set that `min_tokens` masks, also where `ignore_eos` is set.
+    eos_token_ids: Sequence[int] = ()
     pooling_params: Any = None
     lora_request: Any = None
     mm_features: Sequence[Any] = ()
@@ -41,6 +43,12 @@ class NewRequestData:
     @property
     def prompt_len(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Every token that may end the request, each once: its own stop tokens, then the model's."""
+        own = () if self.sampling_params is None else self.sampling_params.stop_token_ids
+        return tuple(dict.fromkeys([*own, *self.eos_token_ids]))
 
 
 @dataclass(slots=True)

@@ -55,6 +55,7 @@ def _new(new: NewRequestData) -> None:
     _tokens(f"{where}.prefill_token_ids", new.prefill_token_ids, req_id)
     _integer(f"{where}.num_computed_tokens", new.num_computed_tokens, req_id)
     _integer(f"{where}.seed", new.seed, req_id)
+    _integers(f"{where}.eos_token_ids", new.eos_token_ids, req_id)
     _blocks(f"{where}.block_ids", new.block_ids, req_id)
     if new.sampling_params is not None and not isinstance(new.sampling_params, SamplingParams):
         raise _wrong(f"{where}.sampling_params", new.sampling_params, "SamplingParams or None", req_id)
@@ -76,6 +77,8 @@ def _cached(cached: CachedRequestData) -> None:
     _integers(f"{where}.num_output_tokens", cached.num_output_tokens)
     _ids(f"{where}.resumed_req_ids", cached.resumed_req_ids)
     _mapping(f"{where}.all_token_ids", cached.all_token_ids)
+    for req_id, tokens in cached.all_token_ids.items():
+        _tokens(f"{where}.all_token_ids", tokens, req_id)
 
 
 def _ids(field: str, value: Any) -> None:

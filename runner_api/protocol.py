@@ -7,9 +7,9 @@ for the device before `get_output()`. Source: vLLM 0.33 `ModelRunner`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from runner_api.capabilities import Capability
 from runner_api.config import BatchDescriptor, RunnerConfig
@@ -18,6 +18,10 @@ from runner_api.kv_cache import KVCacheConfig, KVCacheSpec
 from runner_api.outputs import AsyncModelRunnerOutput, DraftTokenIds, IntermediateTensors, ModelRunnerOutput
 from runner_api.plan import ForcedStep, GrammarOutput, NewRequestData, SchedulerOutput
 from runner_api.record import StepRecord
+from runner_api.selection import LayoutDecision
+
+if TYPE_CHECKING:
+    from runner_api.logits_processors import RowMove
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +37,16 @@ class RunnerInfo:
     noise: str
     capabilities: frozenset[Capability]
     notes: tuple[str, ...] = ()  # why this device and not another, and the like
+    selection: LayoutDecision | None = None  # why this layout and not the other; None: the runner has no choice
 
     def line(self) -> str:
+        """Everything in one line; the choice of the layout comes last."""
         text = (
             f"runner={self.name} class={self.class_path} version={self.version} device={self.device} "
             f"dtype={self.dtype} layout={self.layout} noise={self.noise}"
         )
-        return text + "".join(f" ({note})" for note in self.notes)
+        text += "".join(f" ({note})" for note in self.notes)
+        return text if self.selection is None else f"{text} {self.selection.line()}"
 
 
 @runtime_checkable
@@ -83,8 +90,13 @@ class ModelRunner(Protocol):
     def sample_tokens(
         self, grammar: GrammarOutput | None = None, *, forced: ForcedStep | None = None
     ) -> AsyncModelRunnerOutput:
-        """Draw, start the copy out, advance the state. `forced` replaces the outcome before the state advances;
-        the record still tells what the runner itself drew."""
+        """Draw, start the copy out, advance the state.
+
+        grammar: masks of requests of this step, by id; they go on the model's logits before everything else. forced
+        replaces the outcome before the state advances, and the logits, if it has any, before the masks; the record
+        still tells what the runner itself drew. A row without a winner is an error of its request (`SampleFault`),
+        whatever is imposed. Raises PlanError for masks or an outcome that the step cannot have; nothing has changed
+        then."""
         ...
 
     def pool(self) -> AsyncModelRunnerOutput: ...
@@ -108,6 +120,9 @@ class ModelRunner(Protocol):
     def shutdown(self) -> None: ...
 
 
+# May have two attributes: `stages` (see `runner_api.loader`), and `LAYOUTS`, the names of the row layouts that it can
+# build; without it, slots alone. It chooses by `runner_api.selection.resolve_layout` and stores the decision in its
+# `RunnerInfo`.
 RunnerFactory = Callable[[RunnerConfig], ModelRunner]
 
 
@@ -116,13 +131,16 @@ class ModelState(Protocol):
 
     A model brings its own as its attribute `model_state`; the others get `DefaultModelState`. `batch` is the runner's
     own description of the step. Order in a step: `remove` for every request that leaves (while it still has its row),
-    `add` for every one that comes, then, if tokens are scheduled, `prepare_attn` once tables and slots are known,
-    `prepare_inputs` just before the model runs, and `postprocess` when the rows have advanced.
+    `add` for every one that comes, `move_rows` if rows changed places (dense layout), then, if tokens are scheduled,
+    `prepare_attn` once tables and slots are known, `prepare_inputs` just before the model runs, and `postprocess` when
+    the rows have advanced. In the dense layout a request also leaves and comes where it only sits out a step.
     """
 
     def add(self, row: int, request: NewRequestData) -> None: ...
 
     def remove(self, req_id: str) -> None: ...
+
+    def move_rows(self, moves: Sequence[RowMove]) -> None: ...
 
     def prepare_attn(self, batch: Any) -> Mapping[str, Any]:
         """Attention metadata by layer name, in place of what the runner has built."""
@@ -144,6 +162,9 @@ class DefaultModelState:
         pass
 
     def remove(self, req_id: str) -> None:
+        pass
+
+    def move_rows(self, moves: Sequence[RowMove]) -> None:
         pass
 
     def prepare_attn(self, batch: Any) -> Mapping[str, Any]:

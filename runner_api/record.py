@@ -70,6 +70,7 @@ class StepRecord:
     token_ids: np.ndarray = field(default_factory=lambda: np.zeros((0, 1), np.int64))  # int64[R, 1+K] its own draw
     num_sampled: np.ndarray = field(default_factory=lambda: _empty(np.int32))  # int32[R], after forcing
     num_rejected: np.ndarray = field(default_factory=lambda: _empty(np.int32))  # int32[R], after forcing
+    faults: np.ndarray = field(default_factory=lambda: _empty(np.int32))  # int32[R] SampleFault of what was drawn
     forced_token_ids: np.ndarray | None = None  # int64[R, 1+K] what was imposed instead, if anything
     logprob_token_ids: np.ndarray | None = None  # int32[R, 1+n]
     logprobs: np.ndarray | None = None  # float32[R, 1+n]

@@ -32,6 +32,7 @@ INTEGER_ARRAYS: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
     "token_ids": (np.int64, (2,)),
     "num_sampled": (np.int32, (1,)),
     "num_rejected": (np.int32, (1,)),
+    "faults": (np.int32, (1,)),
     "draft_token_ids": (np.int64, (2,)),
     "forced_token_ids": (np.int64, (2,)),
     "logprob_token_ids": (np.int32, (2,)),

@@ -15,13 +15,25 @@ from typing import Any
 
 from runner_api.capabilities import Capability
 from runner_api.checks import is_integer
+from runner_api.constants import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_STOP_TOKEN_IDS,
+)
 from runner_api.errors import SamplingParamsError, UnknownNameError
+from runner_api.structured_outputs import StructuredOutputsParams
 
 # Temperatures between 0 and this are lifted to it: a smaller divisor overflows float32 logits.
 MIN_TEMPERATURE = 0.01
 MAX_TEMPERATURE = 2.0
 MAX_N = 16384
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+INT32_MAX = 2**31 - 1
+FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
+# Repetition penalties outside of this are not ordinary float32 numbers with an ordinary reciprocal.
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 2.0**-126, 2.0**126
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +62,11 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     logit_bias: Mapping[int, float] | None = None
     bad_words_token_ids: tuple[tuple[int, ...], ...] | None = None
+    logprob_token_ids: tuple[int, ...] | None = None  # score these instead of the top n
+    thinking_token_budget: int | None = None  # needs RunnerConfig.reasoning
+    structured_outputs: StructuredOutputsParams | None = None
+    trace_decode_token_ids: tuple[int, ...] | None = None  # take these tokens instead of the drawn ones
+    extra_args: Mapping[str, Any] | None = None  # for custom logits processors
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -88,13 +105,23 @@ class SamplingParams:
             self._set("bad_words_token_ids", tuple(token_ids("bad_words_token_ids", word) for word in words))
         if self.logit_bias is not None:
             self._set("logit_bias", bias("logit_bias", self.logit_bias))
+        for name in ("logprob_token_ids", "trace_decode_token_ids"):
+            if getattr(self, name) is not None:
+                self._set(name, token_ids(name, getattr(self, name)))
+        if self.thinking_token_budget is not None:
+            budget = integer("thinking_token_budget", self.thinking_token_budget, -1, INT64_MAX)
+            self._set("thinking_token_budget", None if budget == -1 else min(budget, INT32_MAX))
+        if self.structured_outputs is not None:
+            self._set("structured_outputs", form("structured_outputs", self.structured_outputs))
+        if self.extra_args is not None:
+            self._set("extra_args", arguments("extra_args", self.extra_args))
 
     def _check(self) -> None:
         self._set("n", integer("n", self.n, 1, 1 if self.greedy else MAX_N))
         for name in ("presence_penalty", "frequency_penalty"):
             self._set(name, number(name, getattr(self, name), -2.0, 2.0))
-        penalty = number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
-        self._set("repetition_penalty", penalty)
+        low, high = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        self._set("repetition_penalty", number("repetition_penalty", self.repetition_penalty, low, high))
         if self.max_tokens is not None:
             self._set("max_tokens", integer("max_tokens", self.max_tokens, 1, INT64_MAX))
         most = INT64_MAX if self.max_tokens is None else self.max_tokens
@@ -114,6 +141,51 @@ class SamplingParams:
                 expected="at least one id per word",
             )  # fmt: skip
 
+        self._check_limits()
+        self._check_logprobs()
+        self._check_trace()
+
+    def _check_limits(self) -> None:
+        """What the sampler's tables have room for."""
+        words = self.bad_words_token_ids or ()
+        for name, count, most, what in (
+            ("logit_bias", len(self.logit_bias or ()), MAX_LOGIT_BIAS, "tokens with a bias"),
+            ("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS, "stop token ids"),
+            ("bad_words_token_ids", len(words), MAX_BAD_WORDS, "bad words"),
+            ("bad_words_token_ids", sum(map(len, words)), MAX_BAD_WORD_TOKENS, "tokens in all bad words"),
+            ("logprob_token_ids", len(self.logprob_token_ids or ()), MAX_LOGPROB_TOKEN_IDS, "token ids to score"),
+        ):
+            if count > most:
+                raise SamplingParamsError(f"too many {what}", field=name, got=count, expected=f"at most {most}")
+
+    def _check_logprobs(self) -> None:
+        ids = self.logprob_token_ids
+        if ids is None:
+            return
+        if not ids:
+            raise SamplingParamsError("no token to score", field="logprob_token_ids", expected="at least one id")
+        if self.logprobs is not None and self.logprobs != len(ids):
+            raise SamplingParamsError(
+                "logprobs and logprob_token_ids ask for different numbers", field="logprobs", got=self.logprobs,
+                expected=f"{len(ids)} or None",
+            )  # fmt: skip
+
+    def _check_trace(self) -> None:
+        """A replayed request draws nothing, so nothing may depend on what it would have drawn."""
+        if self.trace_decode_token_ids is None:
+            return
+        if not self.trace_decode_token_ids:
+            raise SamplingParamsError("an empty trace", field="trace_decode_token_ids", expected="at least one id")
+        for name, neutral in (
+            ("n", 1), ("prompt_logprobs", None), ("structured_outputs", None), ("thinking_token_budget", None),
+            ("bad_words_token_ids", None),
+        ):  # fmt: skip
+            if getattr(self, name) != neutral:
+                raise SamplingParamsError(
+                    "cannot be combined with trace_decode_token_ids", field=name, got=getattr(self, name),
+                    expected=repr(neutral),
+                )  # fmt: skip
+
     def required_capabilities(self) -> frozenset[Capability]:
         """What a runner must offer to serve these parameters (stop conditions are the engine's)."""
         needs = {
@@ -121,7 +193,7 @@ class SamplingParams:
             Capability.TOP_K: self.top_k > 0,
             Capability.TOP_P: self.top_p < 1.0,
             Capability.MIN_P: self.min_p > 0.0,
-            Capability.LOGPROBS: self.logprobs is not None,
+            Capability.LOGPROBS: self.logprobs is not None or self.logprob_token_ids is not None,
             Capability.PROMPT_LOGPROBS: self.prompt_logprobs is not None,
             Capability.PENALTIES: bool(self.presence_penalty or self.frequency_penalty)
             or self.repetition_penalty != 1.0,
@@ -129,6 +201,9 @@ class SamplingParams:
             Capability.ALLOWED_TOKEN_IDS: self.allowed_token_ids is not None,
             Capability.MIN_TOKENS: self.min_tokens > 0,
             Capability.BAD_WORDS: bool(self.bad_words_token_ids),
+            Capability.THINKING_BUDGET: self.thinking_token_budget is not None,
+            Capability.GRAMMAR: self.structured_outputs is not None,
+            Capability.TRACE_REPLAY: self.trace_decode_token_ids is not None,
         }
         return frozenset(c for c, needed in needs.items() if needed)
 
@@ -172,10 +247,30 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def bias(name: str, value: Any) -> dict[int, float]:
-    """A copy with plain numbers; refuse what is not a mapping of token ids to finite numbers."""
+    """A copy with plain numbers; refuse what is not a mapping of token ids to numbers that float32 holds."""
     if not isinstance(value, Mapping):
         raise SamplingParamsError("is not a mapping", field=name, got=value, expected="a dict of token id to number")
-    return {integer(name, k, 0, INT64_MAX): number(name, v, -math.inf, math.inf) for k, v in value.items()}
+    return {integer(name, k, 0, INT64_MAX): number(name, v, -FLOAT32_MAX, FLOAT32_MAX) for k, v in value.items()}
+
+
+def form(name: str, value: Any) -> StructuredOutputsParams:
+    """The form of an answer, also from a mapping of its fields."""
+    if isinstance(value, StructuredOutputsParams):
+        return value
+    if not isinstance(value, Mapping):
+        raise SamplingParamsError("no form", field=name, got=value, expected="a StructuredOutputsParams or a mapping")
+    names = {f.name for f in dataclasses.fields(StructuredOutputsParams)}
+    for key in value:
+        if key not in names:
+            raise UnknownNameError("form", key, names, field=name)
+    return StructuredOutputsParams(**value)
+
+
+def arguments(name: str, value: Any) -> dict[str, Any]:
+    """A copy; refuse what is not a mapping of names to anything."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise SamplingParamsError("is not a mapping of names", field=name, got=value, expected="a dict of str to value")
+    return dict(value)
 
 
 def number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:

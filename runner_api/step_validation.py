@@ -18,7 +18,7 @@ from runner_api.constants import PLACEHOLDER_TOKEN_ID
 from runner_api.errors import CapabilityError, ConfigError, KVCacheError, PlanError
 from runner_api.kv_cache import KVCacheConfig, KVCacheSpec
 from runner_api.live_request import LiveRequest
-from runner_api.plan import ForcedStep, SchedulerOutput
+from runner_api.plan import ForcedStep, GrammarOutput, SchedulerOutput
 
 
 def check_kv_cache_config(
@@ -42,11 +42,6 @@ def check_kv_cache_config(
                     f"the spec differs from what layer {layer!r} of the model stores", field=f"groups[{g}].spec",
                     got=group.spec, expected=wanted, hint="Only the block size is free",
                 )  # fmt: skip
-        if group.kernel_block_size not in (None, group.spec.block_size):
-            raise CapabilityError(
-                "kernel blocks of another size are not offered", field="kernel_block_size",
-                got=group.kernel_block_size, expected=group.spec.block_size,
-            )  # fmt: skip
     _check_tensors(kv_cache_config)
     return _window_reach(config, kv_cache_config)
 
@@ -190,6 +185,42 @@ def check_forced(
                 "token id out of range", code="MR-ERR-025", field=f"forced.{name}", got=ids.tolist(),
                 expected=f"{least} <= id < {vocab_size}",
             )  # fmt: skip
+
+
+def check_grammar(config: RunnerConfig, vocab_size: int, req_ids: Sequence[str], grammar: GrammarOutput | None) -> None:
+    """Refuse masks that belong to no request of the step, or are not as many and as wide as they should be.
+
+    req_ids: the requests of the step.
+    """
+    if grammar is None:
+        return
+    if not isinstance(grammar, GrammarOutput):
+        raise _grammar_error("not the masks of grammars", "grammar", grammar, "a GrammarOutput")
+    owners, where = grammar.structured_output_request_ids, "grammar.structured_output_request_ids"
+    if not isinstance(owners, (list, tuple)) or not all(isinstance(r, str) for r in owners):
+        raise _grammar_error("not a list of requests", where, owners, "a list of request ids")
+    free = set(req_ids)
+    for req_id in owners:
+        if req_id not in free:
+            raise _grammar_error("not a request of this step, once", where, req_id, "an id of the plan")
+        free.remove(req_id)
+    mask, where = grammar.grammar_bitmask, "grammar.grammar_bitmask"
+    shape = (len(owners) * (1 + config.num_speculative_tokens), -(-vocab_size // 32))
+    if not isinstance(mask, np.ndarray) or mask.dtype != np.int32:
+        raise _grammar_error("not words of 32 tokens", where, getattr(mask, "dtype", type(mask).__name__), "int32")
+    if mask.shape != shape:
+        raise _grammar_error(
+            "1 + num_speculative_tokens masks for each request, a bit for each token", where, mask.shape, shape
+        )
+    if grammar.num_acceptable_drafts is not None:
+        raise CapabilityError(
+            "drafts are not verified here", field="grammar.num_acceptable_drafts",
+            got=grammar.num_acceptable_drafts, expected="None",
+        )  # fmt: skip
+
+
+def _grammar_error(what: str, where: str, got: Any, expected: Any) -> PlanError:
+    return PlanError(what, code="MR-ERR-049", field=where, got=got, expected=expected)
 
 
 def _array(name: str, value: Any, shape: tuple[int, ...], kinds: str) -> np.ndarray:

@@ -22,7 +22,9 @@ from runner_api.plan import CachedRequestData, NewRequestData, SchedulerOutput
 from runner_api.record import StepRecord
 from runner_api.record_check import check_own_record
 from runner_api.sampling_params import SamplingParams
-from runner_api.trace_vllm import check_meta, check_outputs, step_from_vllm
+from runner_api.structured_outputs import StructuredOutputsParams
+from runner_api.trace_vllm import RECORDED_LAYOUTS, check_meta, check_outputs, step_from_vllm
+from runner_api.trace_vllm_dense import DenseHistory
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +89,11 @@ def _encode(value: Any) -> Any:
 
 _TYPES: dict[str, Any] = {
     c.__name__: c
-    for c in (StepRecord, SchedulerOutput, NewRequestData, CachedRequestData, SamplingParams, BatchDescriptor)
-}
+    for c in (
+        StepRecord, SchedulerOutput, NewRequestData, CachedRequestData, SamplingParams, StructuredOutputsParams,
+        BatchDescriptor,
+    )
+}  # fmt: skip
 
 
 def _decode(value: Any) -> Any:
@@ -180,6 +185,7 @@ def _load_vllm(path: Path, meta: Any, lines: list[str]) -> Trace:
         raise TraceError("recording format", field=f"{path}:1", got=got, expected=VLLM_RECORDING_FORMAT)
     check_meta(meta, f"{path}:1 meta")
     steps: list[StepRecord] = []
+    dense = DenseHistory(meta["block_size"]) if RECORDED_LAYOUTS[meta["runner"]] == "dense" else None
     for number, line in enumerate(lines[1:], 2):
         value, where = _parse(path, number, line), f"{path}:{number}"
         if "outputs" in value:
@@ -191,7 +197,8 @@ def _load_vllm(path: Path, meta: Any, lines: list[str]) -> Trace:
         try:
             if type(value["step"]) is not int or value["step"] != len(steps):
                 raise TraceError("step number", field="step", got=value["step"], expected=len(steps))
-            steps.append(step_from_vllm(value, meta))
+            record = step_from_vllm(value, meta)
+            steps.append(record if dense is None else dense.complete(record))
         except RunnerError as e:
             raise TraceError(f"broken step: {e}", field=where) from e
         except KeyError as e:

@@ -25,6 +25,8 @@ META_FIELDS: dict[str, type] = {
     "source": str, "runner": str, "model": str, "max_model_len": int, "max_num_seqs": int,
     "max_num_batched_tokens": int, "block_size": int, "num_gpu_blocks_override": int,
 }  # fmt: skip
+# The row layout of each of the two runners that are recorded.
+RECORDED_LAYOUTS = {"V1": "dense", "V2": "slots"}
 # A length that is free: the first row decides, the others must have the same.
 ANY = None
 
@@ -38,6 +40,10 @@ def check_meta(meta: Mapping[str, Any], where: str) -> None:
         if type(value) is not kind or (isinstance(value, int) and value < 1):
             expected = "a string" if kind is str else "an integer >= 1"
             raise TraceError("broken field", field=f"{where}.{key}", got=value, expected=expected)
+    if meta["runner"] not in RECORDED_LAYOUTS:
+        raise TraceError(
+            "no such runner", field=f"{where}.runner", got=meta["runner"], expected=" or ".join(RECORDED_LAYOUTS)
+        )
     if "free_rows" in meta:
         integers(meta["free_rows"], np.int64, (meta["max_num_seqs"],), f"{where}.free_rows")
     drafts = meta.get("speculative_config")
@@ -100,11 +106,20 @@ def _strings(value: Any, n: int, name: str) -> tuple[str, ...]:
 
 
 def _params_from_vllm(values: Mapping[str, Any]) -> SamplingParams:
-    """The engine already folded the end-of-sequence ids into `all_stop_token_ids`; everything else has our names."""
-    kept = {k: v for k, v in values.items() if k not in ("all_stop_token_ids", "output_kind", "logprob_token_ids")}
+    """All but two names are ours: the engine's stop set is read apart; how outputs are told is no runner's matter."""
+    kept = {k: v for k, v in values.items() if k not in ("all_stop_token_ids", "output_kind")}
     if kept.get("logit_bias"):
         kept["logit_bias"] = {int(k): v for k, v in kept["logit_bias"].items()}
     return SamplingParams.from_dict(kept)
+
+
+def _eos_token_ids(values: Mapping[str, Any], params: SamplingParams) -> tuple[int, ...]:
+    """The engine folded the model's end-of-sequence ids into `all_stop_token_ids`: those that the request did not give.
+
+    An id that both name is the request's; the stop set, which is all that a runner makes of it, is the same.
+    """
+    ids = integers(values.get("all_stop_token_ids", []), np.int64, (ANY,), "sampling_params.all_stop_token_ids")
+    return tuple(t for t in ids.tolist() if t not in params.stop_token_ids)
 
 
 def plan_from_vllm(plan: Mapping[str, Any]) -> SchedulerOutput:
@@ -122,6 +137,7 @@ def plan_from_vllm(plan: Mapping[str, Any]) -> SchedulerOutput:
                 tuple(list(b) for b in r["block_ids"]),
                 params,
                 seed=params.seed or 0,
+                eos_token_ids=_eos_token_ids(r["sampling_params"], params),
             )
         )
     c = plan["cached"]
@@ -163,7 +179,7 @@ def step_from_vllm(value: Mapping[str, Any], meta: Mapping[str, Any]) -> StepRec
         return StepRecord(plan, runner=runner, extra={"step": value["step"]})
     if not isinstance(batch, dict) or not isinstance(value["sampled"], dict):
         raise TraceError("batch and sampled are objects", field="batch", got=type(batch).__name__)
-    read = _read_dense if "slot_mapping" in batch else _read_slots
+    read = _read_dense if RECORDED_LAYOUTS[meta["runner"]] == "dense" else _read_slots
     record = _read_common(plan, batch, value["sampled"]) | read(plan, batch, value["sampled"], meta)
     return StepRecord(plan, runner=runner, **record, extra=_extra(value, plan))
 
@@ -262,8 +278,16 @@ def _table(
 def _read_dense(
     plan: SchedulerOutput, batch: Mapping[str, Any], sampled: Mapping[str, Any], meta: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What the dense layout records: a row is its batch index, nothing is padded, one KV cache group."""
+    """What the dense layout records: a row is its batch index, nothing is padded, one KV cache group.
+
+    `trace_vllm_dense` adds what the plans tell. How many drafts were accepted they do not.
+    """
     r, t = len(plan.num_scheduled_tokens), plan.total_num_scheduled_tokens
+    if any(plan.scheduled_spec_decode_tokens.values()):
+        raise TraceError(
+            "drafts on the dense layout: how many were accepted is not recorded", field="plan.spec",
+            got=plan.scheduled_spec_decode_tokens, expected="none",
+        )  # fmt: skip
     return {
         "num_reqs_padded": r,
         "num_tokens_padded": t,
@@ -271,6 +295,8 @@ def _read_dense(
         "idx_mapping": np.arange(r),
         "query_start_loc": integers(batch["query_start_loc"], np.int32, (r + 1,), "batch.query_start_loc"),
         "seq_lens": integers(batch["seq_lens"], np.int32, (r,), "batch.seq_lens"),
+        "cu_num_logits": np.arange(r + 1, dtype=np.int32),
+        "token_ids": integers(sampled["token_ids"], np.int64, (r, 1), "sampled.token_ids"),
         "slot_mappings": integers([batch["slot_mapping"]], np.int64, (1, t), "batch.slot_mapping"),
     }
 
