@@ -52,6 +52,38 @@ def gather_block_tables(
         out[num_reqs:num_rows] = NULL_BLOCK_ID
 
 
+def map_to_kernel_block_table(
+    block_table: np.ndarray,
+    blocks_per_kv_block: int,
+    kernel_block_stride: int,
+    num_rows: int,
+    kernel_block_table: np.ndarray,
+) -> None:
+    """Name the kernel blocks inside of each block, for attention whose blocks are smaller than the allocator's.
+
+    Block b holds the kernel blocks b * kernel_block_stride + 0 .. blocks_per_kv_block - 1. The stride is
+    blocks_per_kv_block where blocks lie one behind the other, and more where something else lies between them. Without
+    gaps a token has the same slot in both views, so that slot mappings know of blocks alone. The null block becomes
+    the kernel blocks inside of it. Each entry is expanded by itself: it is the same whether that is done when attention
+    is prepared, as here in both layouts, or when a row grows (vLLM V1).
+
+    Shapes: block_table: int32[num_rows or more, W]; kernel_block_table: int32[num_rows or more, W *
+    blocks_per_kv_block]. Ids of kernel blocks fit into 32 bits.
+    Writes: of kernel_block_table, the first num_rows rows whole; what was not defined is not defined there either.
+
+    >>> out = np.zeros((1, 6), np.int32)
+    >>> map_to_kernel_block_table(np.int32([[5, 2, 0]]), 2, 2, 1, out)
+    >>> out[0].tolist()
+    [10, 11, 4, 5, 0, 1]
+    """
+    # 1 the block that each entry lies in, and which part of it the entry is
+    column = np.arange(kernel_block_table.shape[1])
+    block = block_table[:num_rows, column // blocks_per_kv_block].astype(np.int64)
+    part = column % blocks_per_kv_block
+    # 2 the kernel block
+    kernel_block_table[:num_rows] = block * kernel_block_stride + part
+
+
 class BlockTables:
     """The persistent tables of all groups, their gathered copies and the slot-mapping buffer.
 
@@ -69,6 +101,7 @@ class BlockTables:
         specs = [group.spec for group in kv_cache_config.groups]
         self.block_sizes = [spec.block_size for spec in specs]  # int[G]
         self.slot_mapping_enabled = [spec.has_slot_mapping for spec in specs]  # bool[G]
+        self.dcp_sharded = self.slot_mapping_enabled  # bool[G], groups whose tokens ranks would share out
         self.window_reach = list(window_reach)  # int[G]
         widths = [spec.block_table_width(max_model_len) for spec in specs]
         self._tables = [StagedWriteTensor(max_num_reqs, w, np.int32) for w in widths]
@@ -78,6 +111,7 @@ class BlockTables:
         self.slot_mappings = np.zeros((len(specs), max_num_batched_tokens), np.int64)  # int64[G, T]
         # Rows of the gathered tables that may hold something: a smaller batch must blank what a larger one left.
         self.num_dirty_rows = 0
+        self.total_bytes_gathered = 0
 
     def append_block_ids(self, row: int, block_ids: Sequence[Sequence[int]], *, overwrite: bool) -> None:
         """Stage a request's new blocks: behind the ones it has, or in place of them."""
@@ -100,8 +134,27 @@ class BlockTables:
         """Block ids sent so far, over all groups; rebuilding every row every step would send far more."""
         return sum(t.total_values_written for t in self._tables)
 
+    def count_gather(self, rows: np.ndarray) -> None:
+        """Remember what the gather of these rows copies. rows: int64[R]."""
+        self.total_bytes_gathered += int(self.num_blocks[:, rows].sum()) * np.dtype(np.int32).itemsize
+
+    def traffic(self) -> dict[str, int]:
+        """See `runner_api.loader.table_traffic`."""
+        return {
+            "entries": self.total_values_written, "bytes_staged": sum(t.total_bytes_staged for t in self._tables),
+            "bytes_gathered": self.total_bytes_gathered,
+        }  # fmt: skip
+
     def rows_to_fill(self, num_reqs: int, num_reqs_padded: int) -> int:
         """How many rows the next gather must define; remembers how many it leaves dirty."""
         rows = max(num_reqs_padded, self.num_dirty_rows)
         self.num_dirty_rows = num_reqs
         return rows
+
+    def row_tables(self) -> dict[str, np.ndarray]:
+        """Every table by row."""
+        return {f"block_table {g}": table for g, table in enumerate(self.block_tables)}
+
+    def row_widths(self, row: int) -> dict[str, int]:
+        """Of a live row: how many elements mean something."""
+        return {f"block_table {g}": int(counts[row]) for g, counts in enumerate(self.num_blocks)}

@@ -30,6 +30,20 @@ def allocate_kv_cache(kv_cache_config: KVCacheConfig) -> dict[str, LayerCache]:
     return caches
 
 
+def kernel_caches(caches: dict[str, LayerCache], kv_cache_config: KVCacheConfig) -> dict[str, LayerCache]:
+    """The same memory as attention sees it: [num_blocks * r, block_size / r, heads, size], r kernel blocks in a block.
+
+    Slots count token places one behind the other, so they are the same in both views.
+    """
+    seen = dict(caches)
+    for group in kv_cache_config.groups:
+        if group.blocks_per_kv_block > 1:
+            for layer in group.layer_names:
+                key, value = (c.reshape(-1, group.kernel_block_size, *c.shape[2:]) for c in caches[layer])
+                seen[layer] = (key, value)
+    return seen
+
+
 def reshape_and_cache(
     key: np.ndarray, value: np.ndarray, slot_mapping: np.ndarray, key_cache: np.ndarray, value_cache: np.ndarray
 ) -> None:

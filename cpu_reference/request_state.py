@@ -21,6 +21,9 @@ class RequestState:
     split is kept because the rules about who may read which are part of the design.)
     """
 
+    # Rows that nobody has hold what their last owners left.
+    clears_rows = False
+
     def __init__(
         self, max_num_reqs: int, max_model_len: int, num_speculative_tokens: int, free_rows: Iterable[int] | None = None
     ) -> None:
@@ -86,3 +89,26 @@ class RequestState:
         self._all_token_ids.apply()
         self._total_len.apply()
         self._num_computed_tokens.apply()
+
+    # -- for whoever looks in ---------------------------------------------------------------------------------
+
+    def live_rows(self) -> Iterable[int]:
+        """Rows that somebody has."""
+        return self.row_to_req_id
+
+    def row_tables(self) -> dict[str, np.ndarray]:
+        """Every table by row."""
+        return {
+            "prompt_len": self.prompt_len, "prefill_len": self.prefill_len, "total_len": self.total_len,
+            "num_computed_tokens": self.num_computed_tokens, "all_token_ids": self.all_token_ids,
+            "last_sampled_tokens": self.last_sampled_tokens, "draft_tokens": self.draft_tokens,
+        }  # fmt: skip
+
+    def row_widths(self, row: int) -> dict[str, int]:
+        """Of a live row: how many elements mean something, in tables where that is not all of them."""
+        drawn = self.total_len[row] > self.prefill_len[row]
+        return {"all_token_ids": int(self.total_len[row]), "last_sampled_tokens": int(drawn)}
+
+    def unowned(self) -> list[int]:
+        """The free rows, in the order in which they were freed."""
+        return self.free_rows

@@ -5,7 +5,7 @@ Twin: gpu_backend/runner.py.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,10 +26,12 @@ from cpu_reference.input_batch import (
     prepare_query_start_loc,
     sort_batch_req_ids,
 )
-from cpu_reference.kv_cache import allocate_kv_cache, copy_blocks, zero_blocks
+from cpu_reference.kv_cache import allocate_kv_cache, copy_blocks, kernel_caches, zero_blocks
 from cpu_reference.models import build_model
 from cpu_reference.request_state import RequestState
-from cpu_reference.sample.logprob import compute_logprobs
+from cpu_reference.sample.faults import first_faults
+from cpu_reference.sample.grammar import apply_grammar_bitmask, grammar_mask_rows
+from cpu_reference.sample.logits_rows import LogitsRows
 from cpu_reference.sample.sampler import Sampler
 from cpu_reference.slot_mapping import compute_slot_mappings
 from cpu_reference.stages import cpu_stages
@@ -47,18 +49,21 @@ from runner_api import (
     IntermediateTensors,
     KVCacheConfig,
     KVCacheSpec,
+    LogprobsLists,
     ModelRunnerOutput,
     ModelState,
     PlanValidator,
     RunnerConfig,
     RunnerInfo,
-    SamplingParams,
     SchedulerOutput,
     StepRecord,
 )
+from runner_api.logits_processors import check_params
+from runner_api.selection import LayoutDecision, resolve_layout
 from runner_api.step_validation import (
     check_descriptor,
     check_forced,
+    check_grammar,
     check_kv_cache_config,
     check_model_reach,
     check_poison,
@@ -68,9 +73,11 @@ CAPABILITIES = frozenset(
     {
         Capability.GENERATE, Capability.STAGES, Capability.RECORD_LOGITS, Capability.RECORD_KV, Capability.POISON,
         Capability.STATE_DIGEST, Capability.SEEDED_SAMPLING, Capability.TOP_K, Capability.TOP_P, Capability.MIN_P,
-        Capability.LOGPROBS, Capability.FORCED_STEP, Capability.PADDED_BATCH, Capability.MULTI_GROUP,
-        Capability.SLIDING_WINDOW, Capability.DRAFT_LAYOUT, Capability.ASYNC_OUTPUT, Capability.FLOAT64,
-        Capability.FLOAT32,
+        Capability.LOGPROBS, Capability.PROMPT_LOGPROBS, Capability.PENALTIES, Capability.LOGIT_BIAS,
+        Capability.ALLOWED_TOKEN_IDS, Capability.MIN_TOKENS, Capability.BAD_WORDS, Capability.GRAMMAR,
+        Capability.THINKING_BUDGET, Capability.TRACE_REPLAY, Capability.LOGITS_PROCESSORS, Capability.SAMPLE_FAULTS,
+        Capability.FORCED_STEP, Capability.PADDED_BATCH, Capability.MULTI_GROUP, Capability.SLIDING_WINDOW,
+        Capability.DRAFT_LAYOUT, Capability.ASYNC_OUTPUT, Capability.FLOAT64, Capability.FLOAT32,
     }
 )  # fmt: skip
 
@@ -95,10 +102,11 @@ class CpuModelRunner:
     """See `runner_api.protocol.ModelRunner` for what each method promises."""
 
     stages = staticmethod(cpu_stages)
+    LAYOUTS: tuple[str, ...] = ("slots",)  # what this class is; `cpu_reference.layouts` chooses between classes
+    capabilities = CAPABILITIES
 
-    def __init__(self, config: RunnerConfig) -> None:
-        if config.layout != "slots":
-            raise CapabilityError("only one layout is offered", field="layout", got=config.layout, expected="'slots'")
+    def __init__(self, config: RunnerConfig, selection: LayoutDecision | None = None) -> None:
+        self.selection = selection or resolve_layout("cpu", config, self.LAYOUTS)
         if config.device not in ("auto", "cpu"):
             raise CapabilityError("the cpu runner runs on the CPU", field="device", got=config.device, expected="'cpu'")
         if config.dtype not in ("float32", "float64"):
@@ -124,8 +132,9 @@ class CpuModelRunner:
         c = self.config
         path = f"{type(self).__module__}.{type(self).__qualname__}"
         return RunnerInfo(
-            "cpu", path, runner_api.__version__, "cpu", c.dtype, c.layout, c.noise, CAPABILITIES, self.notes
-        )
+            "cpu", path, runner_api.__version__, "cpu", c.dtype, self.selection.layout, c.noise,
+            self.capabilities, self.notes, self.selection,
+        )  # fmt: skip
 
     # -- start-up ---------------------------------------------------------------------------------------------
 
@@ -154,11 +163,11 @@ class CpuModelRunner:
         n, t, k = c.max_num_reqs, c.max_num_batched_tokens, c.num_speculative_tokens
         self.kv_cache_config = kv_cache_config
         self.kv_caches = allocate_kv_cache(kv_cache_config)
-        self.validator = PlanValidator(c, kv_cache_config, self._model.vocab_size, CAPABILITIES)
-        self.req_states = RequestState(n, c.max_model_len, k, c.initial_free_rows)
-        self.block_tables = BlockTables(kv_cache_config, n, t, c.max_model_len, reach)
-        self.sampler = Sampler(n, self._model.vocab_size, c.noise)
-        self.attn_metadata_builder = AttentionMetadataBuilder(kv_cache_config)
+        self.validator = PlanValidator(
+            c, kv_cache_config, self._model.vocab_size, self.capabilities, self.selection.layout
+        )
+        self._make_rows(kv_cache_config, reach)
+        self.attn_metadata_builder = AttentionMetadataBuilder(kv_cache_config, self.block_tables.input_block_tables)
         # Per-step buffers, at addresses that never change.
         self.idx_mapping = np.zeros(n, np.int64)  # int64[N]
         self.query_start_loc = np.zeros(n + 1, np.int32)  # int32[N+1]
@@ -189,27 +198,36 @@ class CpuModelRunner:
         # 1 refuse what is impossible, before anything changes
         self._check_call(intermediate_tensors)
         self.validator.check(plan)
+        for new in plan.scheduled_new_reqs:
+            check_params(self.sampler.custom.processors, new.sampling_params, new.req_id)
         check_descriptor(self.config, plan, descriptor)
         self.validator.commit(plan)
+        self.end_of_part("plan")
         # 2 apply the plan to the rows
         self._update_states(plan)
+        self.end_of_part("rows")
         if plan.total_num_scheduled_tokens == 0:
             self._record = StepRecord(plan, runner=self.describe().line())
             return EMPTY_MODEL_RUNNER_OUTPUT
         # 3 order the batch and build its inputs
         batch = self._prepare_inputs(plan, descriptor)
+        self.end_of_part("inputs")
         # 4 block tables and slots
         self._prepare_attn(batch)
+        self.end_of_part("tables")
         # 5 what attention must know, once per group
         batch = replace(batch, attn_metadata=self._build_attn_metadata(batch, descriptor))
+        self.end_of_part("metadata")
         # 6 run the model
         intermediates: dict[str, np.ndarray] | None = {} if "intermediates" in self.config.record else None
         tp = batch.num_tokens_padded
         hidden_states = self._model.forward(
-            self.input_ids[:tp], self.positions[:tp], self.kv_caches, batch.attn_metadata, intermediates,
-            **self._model_state.prepare_inputs(batch),
+            self.input_ids[:tp], self.positions[:tp], kernel_caches(self.kv_caches, self.kv_cache_config),
+            batch.attn_metadata, intermediates, **self._model_state.prepare_inputs(batch),
         )  # fmt: skip
+        self.end_of_part("forward")
         self._record = inspection.record_inputs(self, plan, batch, descriptor, intermediates or {})
+        self.end_of_part("record")
         self._pending = (batch, hidden_states)
         return None
 
@@ -218,39 +236,50 @@ class CpuModelRunner:
             raise CallOrderError(
                 "no step is waiting for its tokens", field="sample_tokens", hint="Call execute_model with a plan first"
             )
-        if grammar is not None:
-            raise CapabilityError("grammars are not offered", field="grammar")
         batch, hidden_states = self._pending
         r, num_logits = batch.num_reqs, batch.num_logits
+        check_grammar(self.config, self._model.vocab_size, batch.req_ids, grammar)
         check_forced(
             self.config, self._model.vocab_size, self.validator.requests, batch.req_ids,
             np.diff(self.cu_num_logits[: r + 1]), forced,
         )  # fmt: skip
         # 1 logits of the rows that get them
-        rows = self.logits_indices[:num_logits]
-        logits = self._model.compute_logits(hidden_states[rows])
+        rows = self._logits_rows(batch)
+        logits = self._model.compute_logits(hidden_states[self.logits_indices[:num_logits]])
         if forced is not None and forced.logits is not None:
             logits = np.asarray(forced.logits).astype(logits.dtype)
-        # 2 draw
-        drawn = self.sampler.sample(
-            logits, self.expanded_idx_mapping[:num_logits], self.positions[rows],
-            keep_scores="logits" in self.config.record,
-        )  # fmt: skip
+        # 2 what grammars allow, by request
+        allowed = logits
+        if grammar is not None:
+            mask_rows = grammar_mask_rows(
+                batch.req_ids, self.cu_num_logits, grammar, self.config.num_speculative_tokens
+            )
+            allowed = logits.copy()
+            apply_grammar_bitmask(mask_rows, grammar.grammar_bitmask, num_logits, allowed)
+        # 3 draw
+        drawn = self.sampler.sample(allowed, rows, keep_scores="logits" in self.config.record)
         token_ids, own = self._outcome(batch, drawn.sampled, forced)
-        # 3 unfinished prefills sample nothing
+        # 4 unfinished prefills sample nothing
         count_sampled_and_rejected(
             self.idx_mapping, self.seq_lens, self.req_states.prefill_len, self.cu_num_logits, r,
             self.num_sampled, self.num_rejected,
         )  # fmt: skip
-        # 4 log probabilities of what was taken, from the unprocessed logits
-        width = self.sampler.logprobs_width(self.idx_mapping[:r])
+        # 5 rows without a winner
+        faults = np.zeros(r, np.int32)
+        if drawn.faults.any():
+            first_faults(self.cu_num_logits, self.num_sampled, drawn.faults, r, faults)
+        # 6 log probabilities of what was taken, and of prompts
         taken = np.where(self.num_sampled[:r] > 0, token_ids[:, 0], own[:, 0])
-        logprobs = compute_logprobs(logits, taken, width) if width >= 0 else None
-        # 5 the copy out starts before the state changes
-        output = AsyncOutput(batch.req_ids, token_ids, self.num_sampled[:r], logprobs)
-        outcome = inspection.record_outcome(self, batch, logits, own, forced, drawn.scores, logprobs)
+        logprobs = self.sampler.logprobs(rows, taken, allowed, drawn.processed)
+        prompt_logprobs = self._prompt_logprobs(batch, hidden_states)
+        self.end_of_part("sample")
+        # 7 the copy out starts before the state changes
+        output = AsyncOutput(batch.req_ids, token_ids, self.num_sampled[:r], faults, logprobs, prompt_logprobs)
+        self.end_of_part("advance")
+        outcome = inspection.record_outcome(self, batch, logits, own, faults, forced, drawn.scores, logprobs)
         self._record = replace(self.last_step(), **outcome)
-        # 6 advance the rows
+        self.end_of_part("record")
+        # 8 advance the rows
         post_update(
             self.idx_mapping, self.query_start_loc, token_ids, self.num_sampled, self.num_rejected, r,
             self.req_states.last_sampled_tokens, self.req_states.total_len, self.req_states.all_token_ids,
@@ -264,6 +293,9 @@ class CpuModelRunner:
         self._model_state.postprocess(batch, self.num_sampled[:r])
         self.validator.settle(batch.req_ids, self.num_sampled[:r])
         self._pending = None
+        # 9 tell the sampler what was taken; last, since a user's own code may listen
+        self.sampler.observe(self.idx_mapping[:r], token_ids, self.num_sampled[:r])
+        self.end_of_part("advance")
         return output
 
     def pool(self) -> AsyncOutput:
@@ -288,10 +320,33 @@ class CpuModelRunner:
             raise CallOrderError("no KV cache", field="state_digest", hint="Call initialize_kv_cache first")
         return inspection.state_digest(self)
 
+    def table_traffic(self) -> Mapping[str, int]:
+        """See `runner_api.loader.table_traffic`."""
+        return self.block_tables.traffic() if self._ready else {}
+
+    def end_of_part(self, name: str) -> None:
+        """A part of the step ends here. Whoever measures puts a listener in place of this method, see
+        `runner_api.loader.listen_to_parts`."""
+
     def shutdown(self) -> None:
         self._ready = False
         self._pending = None
         self.kv_caches = {}
+
+    # -- the rows ---------------------------------------------------------------------------------------------
+
+    def _make_rows(self, kv_cache_config: KVCacheConfig, reach: Sequence[int]) -> None:
+        """Everything that is kept by row. reach: int[G], how far each group's window reads."""
+        c = self.config
+        n, t, k = c.max_num_reqs, c.max_num_batched_tokens, c.num_speculative_tokens
+        self.req_states = RequestState(n, c.max_model_len, k, c.initial_free_rows)
+        self.block_tables = BlockTables(kv_cache_config, n, t, c.max_model_len, reach)
+        self.sampler = Sampler(c, self._model.vocab_size, self.req_states)
+
+    @property
+    def waiting_requests(self) -> Mapping[str, Any]:
+        """Live requests without a row: here every one has one."""
+        return {}
 
     # -- the parts of execute_model ---------------------------------------------------------------------------
 
@@ -312,12 +367,12 @@ class CpuModelRunner:
     def _update_states(self, plan: SchedulerOutput) -> None:
         states, tables = self.req_states, self.block_tables
         # 1 finished and preempted requests leave their rows
-        states.finish_requests(plan.finished_req_ids | plan.preempted_req_ids, before=self._model_state.remove)
+        states.finish_requests(plan.finished_req_ids | plan.preempted_req_ids, before=self._leave)
         # 2 new ones take rows
         for new in plan.scheduled_new_reqs:
             row = states.add_request(new.req_id, new.prompt_len, new.prefill_token_ids, new.num_computed_tokens)
             tables.append_block_ids(row, new.block_ids, overwrite=True)
-            self.sampler.add_request(row, new.sampling_params or SamplingParams(temperature=0.0), new.seed)
+            self.sampler.add_request(row, new)
             self._model_state.add(row, new)
         # 3 the others get their new blocks; the device's own counter is never written from the plan
         cached = plan.scheduled_cached_reqs
@@ -331,11 +386,20 @@ class CpuModelRunner:
         # 4 staged rows are written
         states.apply_staged_writes()
         tables.apply_staged_writes()
+        self.sampler.apply_staged_writes()
         # 5 blank fresh blocks, then copy shared ones
+        self._change_blocks(plan)
+
+    def _change_blocks(self, plan: SchedulerOutput) -> None:
         if plan.new_block_ids_to_zero:
             zero_blocks(self.kv_caches.values(), plan.new_block_ids_to_zero)
         if plan.kv_cache_block_copies:
             copy_blocks(self.kv_caches.values(), plan.kv_cache_block_copies)
+
+    def _leave(self, req_id: str) -> None:
+        self.sampler.remove_request(self.req_states.req_id_to_row[req_id])
+        self.sampler.forget_request(req_id)
+        self._model_state.remove(req_id)
 
     def _prepare_inputs(self, plan: SchedulerOutput, descriptor: BatchDescriptor | None) -> InputBatch:
         states = self.req_states
@@ -373,14 +437,20 @@ class CpuModelRunner:
 
     def _prepare_attn(self, batch: InputBatch) -> None:
         tables, states = self.block_tables, self.req_states
+        tables.count_gather(self.idx_mapping[: batch.num_reqs])
         gather_block_tables(
             self.idx_mapping, states.num_computed_tokens, tables.num_blocks, tables.block_sizes, tables.window_reach,
             batch.num_reqs, tables.rows_to_fill(batch.num_reqs, batch.num_reqs_padded),
             tables.block_tables, tables.input_block_tables,
         )  # fmt: skip
+        self._map_slots(batch)
+
+    def _map_slots(self, batch: InputBatch) -> None:
+        tables, c = self.block_tables, self.config.parallel
         compute_slot_mappings(
             self.idx_mapping, self.query_start_loc, self.positions, tables.block_sizes, tables.slot_mapping_enabled,
-            batch.num_reqs, tables.block_tables, tables.slot_mappings,
+            tables.dcp_sharded, c.dcp_size, c.dcp_rank, c.dcp_interleave, batch.num_reqs, tables.block_tables,
+            tables.slot_mappings,
         )  # fmt: skip
 
     def _build_attn_metadata(
@@ -393,18 +463,25 @@ class CpuModelRunner:
         rows = self.idx_mapping[: batch.num_reqs]
         upper_bound = self.req_states.num_computed_tokens_np[rows] + batch.num_scheduled_tokens
         built = self.attn_metadata_builder.build(
-            self.query_start_loc, self.seq_lens, self.block_tables.input_block_tables,
-            self.block_tables.slot_mappings, r, t, batch.num_tokens_padded,
+            self.query_start_loc, self.seq_lens, self.block_tables.slot_mappings, r, t, batch.num_tokens_padded,
             int(batch.num_scheduled_tokens.max()), int(upper_bound.max()),
         )  # fmt: skip
         return {**built, **self._model_state.prepare_attn(batch)}
 
     # -- the parts of sample_tokens ---------------------------------------------------------------------------
 
+    def _logits_rows(self, batch: InputBatch) -> LogitsRows:
+        n = batch.num_logits
+        rows = self.logits_indices[:n]
+        return LogitsRows(
+            n, self.expanded_idx_mapping[:n], self.expanded_local_pos[:n], self.positions[rows], self.input_ids[rows],
+            self.idx_mapping[: batch.num_reqs],
+        )  # fmt: skip
+
     def _outcome(
         self, batch: InputBatch, sampled: np.ndarray, forced: ForcedStep | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens that enter the state, tokens that this runner drew), both int64[R, 1+K]; sets num_sampled.
+        """(tokens that enter the state, tokens that this runner took), both int64[R, 1+K]; sets num_sampled.
 
         With drafts the runner's own draw is its choice after each logits row; what of it counts is the outcome's."""
         r = batch.num_reqs
@@ -412,8 +489,19 @@ class CpuModelRunner:
         local = self.expanded_local_pos[: batch.num_logits]
         owner = np.repeat(np.arange(r), np.diff(self.cu_num_logits[: r + 1]))
         own[owner, local] = sampled
+        if self.sampler.trace_replay.used_by(self.idx_mapping[:r]):
+            self.sampler.trace_replay.apply(self.idx_mapping, self.seq_lens, self.req_states.prompt_len, r, own)
         if forced is None:
             self.num_sampled[:r] = 1
             return own, own
         self.num_sampled[:r] = forced.num_sampled
         return np.asarray(forced.token_ids, np.int64), own
+
+    def _prompt_logprobs(self, batch: InputBatch, hidden_states: np.ndarray) -> dict[str, LogprobsLists]:
+        """Of requests whose prompt this step finishes. The logits are always the model's, also in a forced step."""
+        wanted, rows = self.sampler.prompt_logprobs, self.idx_mapping[: batch.num_reqs]
+        if not wanted.used_by(rows):
+            return {}
+        return wanted.compute(
+            batch.req_ids, rows, self.query_start_loc, self.req_states, hidden_states, self._model.compute_logits
+        )

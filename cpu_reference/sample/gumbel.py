@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from cpu_reference.sample.noise import gumbel_noise
+from runner_api import SampleFault
 
 
 def gumbel_scores(
@@ -40,11 +41,21 @@ def gumbel_sample(
     num_logits: int,
     logits: np.ndarray,
     sampled: np.ndarray,
+    faults: np.ndarray,
 ) -> None:
     """The token of each logits row: the highest score, ties to the lowest id.
 
-    Shapes: as `gumbel_scores`; sampled: int64[>= L]. Writes: sampled[:L].
+    +inf is a score like others and always wins. A row that holds a NaN, or only -inf, has no winner: it is marked and
+    gives token 0.
+
+    Shapes: as `gumbel_scores`; sampled: int64[>= L]; faults: int32[>= L], a `SampleFault` each. Writes: the first L
+    entries of both.
     """
     scores = gumbel_scores(expanded_idx_mapping, positions, temperature, seeds, noise, num_logits, logits)
-    # 3 the best score; argmax takes the first of equals
-    sampled[:num_logits] = scores.argmax(axis=1)
+    # 3 who has the best score: argmax takes the first of equals, and a NaN for the best of all
+    winner = scores.argmax(axis=1)
+    best = scores[np.arange(num_logits), winner]
+    # 4 rows without a winner
+    faults[:num_logits] = SampleFault.NAN * np.isnan(best) + SampleFault.NO_TOKEN * (best == -np.inf)
+    # 5 the others' winners
+    sampled[:num_logits] = np.where(faults[:num_logits] == SampleFault.NONE, winner, 0)
