@@ -6,11 +6,13 @@ Twin: cpu_reference/attn_metadata.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from gpu_backend.block_table import map_to_kernel_block_table
 from runner_api.kv_cache import KVCacheConfig
 
 
@@ -20,7 +22,7 @@ class AttentionMetadata:
 
     query_start_loc: torch.Tensor  # int32[R'+1]
     seq_lens: torch.Tensor  # int32[R'] keys of each request, its new tokens included
-    block_table: torch.Tensor  # int32[R', W] by batch index
+    block_table: torch.Tensor  # int32[R', W] by batch index, of kernel blocks
     slot_mapping: torch.Tensor  # int64[tp], PAD_SLOT_ID in the tail
     num_reqs: int  # R'
     num_actual_tokens: int  # tokens that attention computes
@@ -58,10 +60,21 @@ def split_decodes_and_prefills(
 
 
 class AttentionMetadataBuilder:
-    """Builds one `AttentionMetadata` per group; `num_builds` counts, so that a test can say "once a step"."""
+    """Builds one `AttentionMetadata` per group; `num_builds` counts, so that a test can say "once a step".
 
-    def __init__(self, kv_cache_config: KVCacheConfig) -> None:
+    input_block_tables: G times int32[N, W_g], in batch order, at addresses that stay. Attention of a group whose kernel
+    blocks are smaller reads a table of these, which each build makes.
+    """
+
+    def __init__(self, kv_cache_config: KVCacheConfig, input_block_tables: Sequence[torch.Tensor]) -> None:
         self.groups = kv_cache_config.groups
+        self.input_block_tables = input_block_tables
+        parts = [group.blocks_per_kv_block for group in self.groups]
+        # int32[N, W_g * r]; where a block is one kernel block (r = 1), the group's table itself
+        self.kernel_block_tables = [
+            table if r == 1 else table.new_zeros((len(table), table.shape[1] * r))
+            for table, r in zip(input_block_tables, parts, strict=True)
+        ]
         self.num_builds = 0
 
     def build(
@@ -69,7 +82,6 @@ class AttentionMetadataBuilder:
         query_start_loc: torch.Tensor,
         query_start_loc_np: np.ndarray,
         seq_lens: torch.Tensor,
-        input_block_tables: list[torch.Tensor],
         slot_mappings: torch.Tensor,
         num_reqs: int,
         num_tokens: int,
@@ -85,10 +97,13 @@ class AttentionMetadataBuilder:
         by_layer: dict[str, AttentionMetadata] = {}
         for g, group in enumerate(self.groups):
             self.num_builds += 1
+            r, table = group.blocks_per_kv_block, self.kernel_block_tables[g]
+            if r > 1:
+                map_to_kernel_block_table(self.input_block_tables[g], r, r, num_reqs, table)
             metadata = AttentionMetadata(
                 query_start_loc[: num_reqs + 1],
                 seq_lens[:num_reqs],
-                input_block_tables[g][:num_reqs],
+                table[:num_reqs],
                 slot_mappings[g, :num_tokens_padded],
                 num_reqs,
                 num_tokens,

@@ -91,6 +91,55 @@ def gather_block_tables(
     )  # fmt: skip
 
 
+@entry
+@signature({"*i32": "block_table kernel_block_table"}, BLOCKS_PER_KV_BLOCK=2, BLOCK=1024)
+@signature({"*i32": "block_table kernel_block_table"}, BLOCKS_PER_KV_BLOCK=3, BLOCK=1024)
+@triton.jit(do_not_specialize=["num_rows", "width", "kernel_block_stride"])
+def _map_to_kernel_block_table_kernel(
+    block_table, table_stride, kernel_block_stride, num_rows, kernel_block_table, width,
+    BLOCKS_PER_KV_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # Element e of the flat [rows, width] run is column e % width of row e // width.
+    e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = e // width
+    # 1 the block that each entry lies in, and which part of it the entry is
+    column = e % width
+    place = block_table + row * table_stride + column // BLOCKS_PER_KV_BLOCK
+    block = tl.load(place, mask=row < num_rows, other=0).to(tl.int64)
+    part = column % BLOCKS_PER_KV_BLOCK
+    # 2 the kernel block
+    tl.store(kernel_block_table + e, (block * kernel_block_stride + part).to(tl.int32), mask=row < num_rows)
+
+
+def map_to_kernel_block_table(
+    block_table: torch.Tensor,
+    blocks_per_kv_block: int,
+    kernel_block_stride: int,
+    num_rows: int,
+    kernel_block_table: torch.Tensor,
+) -> None:
+    """Name the kernel blocks inside of each block, for attention whose blocks are smaller than the allocator's.
+
+    Block b holds the kernel blocks b * kernel_block_stride + 0 .. blocks_per_kv_block - 1. The stride is
+    blocks_per_kv_block where blocks lie one behind the other, and more where something else lies between them. Without
+    gaps a token has the same slot in both views, so that slot mappings know of blocks alone. The null block becomes
+    the kernel blocks inside of it. Each entry is expanded by itself: it is the same whether that is done when attention
+    is prepared, as here in both layouts, or when a row grows (vLLM V1). A program owns a tile of entries.
+
+    Shapes: block_table: int32[num_rows or more, W]; kernel_block_table: int32[num_rows or more, W *
+    blocks_per_kv_block]. Ids of kernel blocks fit into 32 bits.
+    Writes: of kernel_block_table, the first num_rows rows whole; what was not defined is not defined there either.
+    """
+    assert kernel_block_table.is_contiguous(), "a row's width is its stride"
+    width = kernel_block_table.shape[1]
+    count = tile(num_rows * width)
+    launch(
+        _map_to_kernel_block_table_kernel, (triton.cdiv(num_rows * width, count),),
+        block_table, block_table.stride(0), kernel_block_stride, num_rows, kernel_block_table, width,
+        BLOCKS_PER_KV_BLOCK=blocks_per_kv_block, BLOCK=count,
+    )  # fmt: skip
+
+
 class BlockTables:
     """The persistent tables of all groups, their gathered copies and the slot-mapping buffer.
 
@@ -110,6 +159,7 @@ class BlockTables:
         specs = [group.spec for group in kv_cache_config.groups]
         self.block_sizes = [spec.block_size for spec in specs]  # int[G]
         self.slot_mapping_enabled = [spec.has_slot_mapping for spec in specs]  # bool[G]
+        self.dcp_sharded = self.slot_mapping_enabled  # bool[G], groups whose tokens ranks would share out
         self.window_reach = list(window_reach)  # int[G]
         widths = [spec.block_table_width(max_model_len) for spec in specs]
         self._tables = [StagedWriteTensor(max_num_reqs, w, np.int32, device) for w in widths]
@@ -163,11 +213,25 @@ class BlockTables:
         """Block ids sent so far, over all groups; rebuilding every row every step would send far more."""
         return sum(t.total_values_written for t in self._tables)
 
+    def traffic(self) -> dict[str, int]:
+        """See `runner_api.loader.table_traffic`; what the device gathers is not counted."""
+        return {
+            "entries": self.total_values_written, "bytes_staged": sum(t.total_bytes_staged for t in self._tables)
+        }  # fmt: skip
+
     def rows_to_fill(self, num_reqs: int, num_reqs_padded: int) -> int:
         """How many rows the next gather must define; remembers how many it leaves dirty."""
         rows = max(num_reqs_padded, self.num_dirty_rows)
         self.num_dirty_rows = num_reqs
         return rows
+
+    def row_tables(self) -> dict[str, torch.Tensor]:
+        """Every table by row."""
+        return {f"block_table {g}": table for g, table in enumerate(self.block_tables)}
+
+    def row_widths(self, row: int) -> dict[str, int]:
+        """Of a live row: how many elements mean something."""
+        return {f"block_table {g}": int(counts[row]) for g, counts in enumerate(self.num_blocks_np)}
 
     def release(self) -> None:
         """Let go of the tables that are kept by address."""

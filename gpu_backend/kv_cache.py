@@ -29,6 +29,20 @@ def allocate_kv_cache(kv_cache_config: KVCacheConfig, device: torch.device) -> d
     return caches
 
 
+def kernel_caches(caches: dict[str, LayerCache], kv_cache_config: KVCacheConfig) -> dict[str, LayerCache]:
+    """The same memory as attention sees it: [num_blocks * r, block_size / r, heads, size], r kernel blocks in a block.
+
+    Slots count token places one behind the other, so they are the same in both views.
+    """
+    seen = dict(caches)
+    for group in kv_cache_config.groups:
+        if group.blocks_per_kv_block > 1:
+            for layer in group.layer_names:
+                key, value = (c.view(-1, group.kernel_block_size, *c.shape[2:]) for c in caches[layer])
+                seen[layer] = (key, value)
+    return seen
+
+
 @entry
 @signature({"*fp32": "key value key_cache value_cache", "*i64": "slot_mapping"}, WIDTH=192, BLOCK=1024)
 @signature({"*fp16": "key value key_cache value_cache", "*i64": "slot_mapping"}, WIDTH=1024, BLOCK=1024)

@@ -8,9 +8,12 @@ the device has not made yet. GPU only: in NumPy there is nothing to send.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
+
+from gpu_backend.copy_engine import CopyEngine, StreamCopies
 
 # Every array starts at a multiple of this many bytes, so that any element type may follow any other.
 ALIGNMENT = 16
@@ -46,9 +49,12 @@ class PackedCopy:
     extra ones fit into `extra_bytes`; a step with more (many long prompts at once) sends those in a second copy.
     """
 
-    def __init__(self, tables: Mapping[str, np.ndarray], extra_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self, tables: Mapping[str, np.ndarray], extra_bytes: int, device: torch.device, copies: CopyEngine | None = None
+    ) -> None:
         self.tables = dict(tables)
         self.device = device
+        self.copies = copies or StreamCopies(device)
         self.num_copies = 0
         self._offsets, end = {}, 0
         for name, array in self.tables.items():
@@ -65,6 +71,14 @@ class PackedCopy:
         self._added.append(np.ascontiguousarray(array))
         return len(self._added) - 1
 
+    def barrier(self) -> AbstractContextManager[None]:
+        """Enter it to write what is sent. Nothing to wait for: no buffer is written while a copy may read it."""
+        return nullcontext()
+
+    def _host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """uint8[at least num_bytes] to lay a step's arrays into."""
+        return pinned_empty(num_bytes, self.device)
+
     def send(self) -> None:
         """Copy all tables and all added arrays; what was added before the last send is gone."""
         # 1 where each added array goes, behind the tables
@@ -73,7 +87,7 @@ class PackedCopy:
             offsets.append(end)
             end = _aligned(end + array.nbytes)
         # 2 one host buffer holds everything
-        buffer = pinned_empty(end, self.device)
+        buffer = self._host_buffer(end)
         host = buffer.numpy()
         for name, array in self.tables.items():
             _lay(host, self._offsets[name], array)
@@ -82,12 +96,12 @@ class PackedCopy:
         # 3 one copy, or two if the arena is too small
         fits = end <= len(self._arena)
         sent = end if fits else self._tables_end
-        self._arena[:sent].copy_(buffer[:sent], non_blocking=True)
+        self.copies.copy(self._arena[:sent], buffer[:sent])
         target, shift = self._arena, 0
         if not fits:
             shift = self._tables_end
             target = torch.empty(end - shift, dtype=torch.uint8, device=self.device)
-            target.copy_(buffer[shift:], non_blocking=True)
+            self.copies.copy(target, buffer[shift:end])
         self.num_copies += 1 if fits else 2
         # 4 the added arrays as the device sees them
         self.extra = [_view(target, o - shift, a) for o, a in zip(offsets, self._added, strict=True)]

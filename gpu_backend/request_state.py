@@ -23,6 +23,9 @@ class RequestState:
     device table during a step: it would have to wait.
     """
 
+    # Rows that nobody has hold what their last owners left.
+    clears_rows = False
+
     def __init__(
         self,
         max_num_reqs: int,
@@ -53,7 +56,8 @@ class RequestState:
         # -- tables that the host owns and the device only reads ----------------------------------------------
         self.prompt_len_np = np.zeros(max_num_reqs, np.int32)  # int32[N]
         self.prefill_len_np = np.zeros(max_num_reqs, np.int32)  # int32[N] prompt plus outputs known when added
-        self.prefill_len: torch.Tensor  # int32[N], device; set by `bind`
+        self.prompt_len: torch.Tensor  # int32[N], device; set by `bind`, as is the next
+        self.prefill_len: torch.Tensor  # int32[N], device
         # -- host mirror --------------------------------------------------------------------------------------
         self.num_computed_tokens_np = np.zeros(max_num_reqs, np.int32)  # int32[N] upper bound
         self._rows_without_drafts: list[int] = []  # taken since the last `apply_staged_writes`
@@ -61,11 +65,11 @@ class RequestState:
 
     def host_tables(self) -> dict[str, np.ndarray]:
         """What the step's copy sends whole."""
-        return {"prefill_len": self.prefill_len_np}
+        return {"prompt_len": self.prompt_len_np, "prefill_len": self.prefill_len_np}
 
     def bind(self, packed: PackedCopy) -> None:
-        """Take the device copy of the host's table."""
-        self.prefill_len = packed.views["prefill_len"]
+        """Take the device copies of the host's tables."""
+        self.prompt_len, self.prefill_len = packed.views["prompt_len"], packed.views["prefill_len"]
 
     def add_request(
         self, req_id: str, prompt_len: int, prefill_token_ids: Sequence[int], num_computed_tokens: int
@@ -118,3 +122,26 @@ class RequestState:
         if self._rows_without_drafts:
             self.draft_tokens.index_fill_(0, packed.extra[self._ticket], 0)
             self._rows_without_drafts = []
+
+    # -- for whoever looks in ---------------------------------------------------------------------------------
+
+    def live_rows(self) -> Iterable[int]:
+        """Rows that somebody has."""
+        return self.row_to_req_id
+
+    def row_tables(self) -> dict[str, np.ndarray | torch.Tensor]:
+        """Every table by row; one that the host keeps is given as it is there."""
+        return {
+            "prompt_len": self.prompt_len_np, "prefill_len": self.prefill_len_np, "total_len": self.total_len,
+            "num_computed_tokens": self.num_computed_tokens, "all_token_ids": self.all_token_ids,
+            "last_sampled_tokens": self.last_sampled_tokens, "draft_tokens": self.draft_tokens,
+        }  # fmt: skip
+
+    def row_widths(self, row: int) -> dict[str, int]:
+        """Of a live row: how many elements mean something, in tables where that is not all of them. Waits."""
+        total = int(self.total_len[row])
+        return {"all_token_ids": total, "last_sampled_tokens": int(total > self.prefill_len_np[row])}
+
+    def unowned(self) -> list[int]:
+        """The free rows, in the order in which they were freed."""
+        return self.free_rows

@@ -8,7 +8,7 @@ there, so that a step and its twin's can be read side by side, although some par
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from gpu_backend import inspection
 from gpu_backend.async_output import AsyncOutput
 from gpu_backend.attn_metadata import AttentionMetadata, AttentionMetadataBuilder
 from gpu_backend.block_table import BlockTables, gather_block_tables
+from gpu_backend.copy_engine import StreamCopies
 from gpu_backend.input_batch import (
     combine_sampled_and_draft_tokens,
     count_sampled_and_rejected,
@@ -30,10 +31,14 @@ from gpu_backend.input_batch import (
     prepare_query_start_loc,
     sort_batch_req_ids,
 )
-from gpu_backend.kv_cache import allocate_kv_cache, copy_blocks, zero_blocks
+from gpu_backend.kv_cache import allocate_kv_cache, copy_blocks, kernel_caches, zero_blocks
 from gpu_backend.models import build_model
 from gpu_backend.packed_copy import PackedCopy, copy_to_device
 from gpu_backend.request_state import RequestState
+from gpu_backend.sample.faults import first_faults
+from gpu_backend.sample.grammar import apply_grammar_bitmask, grammar_mask_rows, send_masks
+from gpu_backend.sample.logits_rows import LogitsRows
+from gpu_backend.sample.logprob import LogprobsTensors
 from gpu_backend.sample.sampler import Sampler
 from gpu_backend.slot_mapping import compute_slot_mappings
 from gpu_backend.stages import gpu_stages
@@ -58,13 +63,15 @@ from runner_api import (
     PlanValidator,
     RunnerConfig,
     RunnerInfo,
-    SamplingParams,
     SchedulerOutput,
     StepRecord,
 )
+from runner_api.logits_processors import check_params
+from runner_api.selection import LayoutDecision, resolve_layout
 from runner_api.step_validation import (
     check_descriptor,
     check_forced,
+    check_grammar,
     check_kv_cache_config,
     check_model_reach,
     check_poison,
@@ -73,9 +80,12 @@ from runner_api.step_validation import (
 CAPABILITIES = frozenset(
     {
         Capability.GENERATE, Capability.STAGES, Capability.RECORD_LOGITS, Capability.RECORD_KV, Capability.POISON,
-        Capability.STATE_DIGEST, Capability.SEEDED_SAMPLING, Capability.FORCED_STEP, Capability.PADDED_BATCH,
-        Capability.MULTI_GROUP, Capability.SLIDING_WINDOW, Capability.DRAFT_LAYOUT, Capability.ASYNC_OUTPUT,
-        Capability.FLOAT32,
+        Capability.STATE_DIGEST, Capability.SEEDED_SAMPLING, Capability.TOP_K, Capability.TOP_P, Capability.MIN_P,
+        Capability.LOGPROBS, Capability.PROMPT_LOGPROBS, Capability.PENALTIES, Capability.LOGIT_BIAS,
+        Capability.ALLOWED_TOKEN_IDS, Capability.MIN_TOKENS, Capability.BAD_WORDS, Capability.GRAMMAR,
+        Capability.THINKING_BUDGET, Capability.TRACE_REPLAY, Capability.LOGITS_PROCESSORS, Capability.SAMPLE_FAULTS,
+        Capability.FORCED_STEP, Capability.PADDED_BATCH, Capability.MULTI_GROUP, Capability.SLIDING_WINDOW,
+        Capability.DRAFT_LAYOUT, Capability.ASYNC_OUTPUT, Capability.FLOAT32,
     }
 )  # fmt: skip
 # Triton's interpreter rounds bfloat16 wrongly, and torch on the CPU adds float16 in another order than a GPU.
@@ -120,10 +130,11 @@ class GpuModelRunner:
     """See `runner_api.protocol.ModelRunner` for what each method promises."""
 
     stages = staticmethod(gpu_stages)
+    LAYOUTS: tuple[str, ...] = ("slots",)  # what this class is; `gpu_backend.layouts` chooses between classes
+    capabilities = CAPABILITIES if INTERPRETED else COMPILED_CAPABILITIES
 
-    def __init__(self, config: RunnerConfig) -> None:
-        if config.layout != "slots":
-            raise CapabilityError("only one layout is offered", field="layout", got=config.layout, expected="'slots'")
+    def __init__(self, config: RunnerConfig, selection: LayoutDecision | None = None) -> None:
+        self.selection = selection or resolve_layout("gpu", config, self.LAYOUTS)
         if config.parallel.world_size != 1:
             raise CapabilityError(
                 "several ranks are not offered", field="parallel", got=config.parallel, expected="one rank"
@@ -131,7 +142,6 @@ class GpuModelRunner:
         self.device, why = resolve_device(config.device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.capabilities = CAPABILITIES if INTERPRETED else COMPILED_CAPABILITIES
         if Capability(config.dtype) not in self.capabilities:
             offered = " or ".join(c.value for c in Capability if c in self.capabilities and c.value.find("float") >= 0)
             where = "in Triton's interpreter" if INTERPRETED else "on a GPU"
@@ -141,6 +151,7 @@ class GpuModelRunner:
         self.notes = (why, "float32 products without TF32")
         self.config = config
         self._copy_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.copies: Any = StreamCopies(self.device)  # how host arrays get to the device
         self._model: Any = None
         self._model_state: ModelState = DefaultModelState()
         self._ready = False
@@ -159,8 +170,9 @@ class GpuModelRunner:
         if self.device.type == "cuda":
             device = f"{self.device} {torch.cuda.get_device_name(self.device)}"
         return RunnerInfo(
-            "gpu", path, runner_api.__version__, device, c.dtype, c.layout, c.noise, self.capabilities, self.notes
-        )
+            "gpu", path, runner_api.__version__, device, c.dtype, self.selection.layout, c.noise, self.capabilities,
+            self.notes, self.selection,
+        )  # fmt: skip
 
     def kernel_launches(self) -> dict[str, int]:
         """How often each Triton kernel was launched in this process."""
@@ -206,48 +218,43 @@ class GpuModelRunner:
         n, t, k = c.max_num_reqs, c.max_num_batched_tokens, c.num_speculative_tokens
         self.kv_cache_config = kv_cache_config
         self.kv_caches = allocate_kv_cache(kv_cache_config, device)
-        self.validator = PlanValidator(c, kv_cache_config, self._model.vocab_size, self.capabilities)
-        self.req_states = RequestState(n, c.max_model_len, k, c.initial_free_rows, device)
-        self.block_tables = BlockTables(kv_cache_config, n, t, c.max_model_len, reach, device)
-        self.sampler = Sampler(n, self._model.vocab_size, c.noise)
-        self.attn_metadata_builder = AttentionMetadataBuilder(kv_cache_config)
+        self.validator = PlanValidator(
+            c, kv_cache_config, self._model.vocab_size, self.capabilities, self.selection.layout
+        )
+        self._make_rows(kv_cache_config, reach)
+        self.attn_metadata_builder = AttentionMetadataBuilder(kv_cache_config, self.block_tables.input_block_tables)
         # What the host sends every step, in one copy, with room for a full batch of new tokens and block ids.
-        self.idx_mapping_np = np.full(n, NO_ROW, np.int64)
-        self.num_scheduled_tokens_np = np.zeros(n, np.int32)
-        self.num_logits_np = np.zeros(n, np.int32)
-        tables = {
-            "idx_mapping": self.idx_mapping_np,
-            "num_scheduled_tokens": self.num_scheduled_tokens_np,
-            "num_logits": self.num_logits_np,
-            **self.req_states.host_tables(),
-            **self.block_tables.host_tables(),
-            **self.sampler.host_tables(),
-        }
-        self.packed = PackedCopy(tables, 4 * (t + c.max_model_len) + 64 * n * (2 + len(reach)), device)
-        self.req_states.bind(self.packed)
-        self.block_tables.bind(self.packed)
-        self.sampler.bind(self.packed)
-        # Per-step buffers, at addresses that never change.
-        self.idx_mapping = self.packed.views["idx_mapping"]  # int64[N]
-        self.num_scheduled_tokens = self.packed.views["num_scheduled_tokens"]  # int32[N]
-        self.num_logits = self.packed.views["num_logits"]  # int32[N]
+        parts = (self.req_states, self.block_tables, self.sampler)
+        tables = self._host_inputs()
+        for part in parts:
+            tables |= part.host_tables()
+        lists = 2 + len(reach) + len(self.sampler.steps)
+        self.packed = self._make_packed(tables, 4 * (t + c.max_model_len) + 64 * n * lists)
+        for part in parts:
+            part.bind(self.packed)
+        # Per-step buffers, at addresses that never change; what the host has made is its copy's view.
         for name, size, dtype in (
+            ("idx_mapping", n, torch.int64),
             ("query_start_loc", n + 1, torch.int32),
             ("seq_lens", n, torch.int32),
             ("input_ids", t, torch.int32),
             ("positions", t, torch.int64),
+            ("num_scheduled_tokens", n, torch.int32),
+            ("num_logits", n, torch.int32),
             ("cu_num_logits", n + 1, torch.int32),
             ("logits_indices", n * (1 + k), torch.int64),
             ("expanded_idx_mapping", n * (1 + k), torch.int64),
             ("expanded_local_pos", n * (1 + k), torch.int32),
             ("num_rejected", n, torch.int32),
         ):
-            setattr(self, name, torch.zeros(size, dtype=dtype, device=device))
+            sent = self.packed.views.get(name)
+            setattr(self, name, torch.zeros(size, dtype=dtype, device=device) if sent is None else sent)
         # What the copies out read: a ring, so that a step writes where the copy of a step long past has read.
         self.output_ring = tuple(
             (
                 torch.zeros((n, 1 + k), dtype=torch.int64, device=device),  # sampled_token_ids int64[N, 1+K]
                 torch.zeros(n, dtype=torch.int32, device=device),  # num_sampled int32[N]
+                torch.zeros(n, dtype=torch.int32, device=device),  # faults int32[N]
             )
             for _ in range(c.max_concurrent_batches)
         )
@@ -263,6 +270,11 @@ class GpuModelRunner:
     def num_sampled(self) -> torch.Tensor:
         """How many of them count: int32[N]."""
         return self.output_ring[self.ring_place][1]
+
+    @property
+    def faults(self) -> torch.Tensor:
+        """The `SampleFault` of each request: int32[N]."""
+        return self.output_ring[self.ring_place][2]
 
     def capture_graphs(self) -> tuple[BatchDescriptor, ...]:
         return ()
@@ -281,28 +293,34 @@ class GpuModelRunner:
         self._check_call(intermediate_tensors)
         self.validator.check(plan)
         check_descriptor(self.config, plan, descriptor)
+        for new in plan.scheduled_new_reqs:
+            check_params(self.sampler.custom.processors, new.sampling_params, new.req_id)
         self.validator.commit(plan)
+        self.end_of_part("plan")
         # 2 apply the plan to the rows: on the host, in one copy, on the device
-        self._update_states(plan)
-        batch = self._order_batch(plan, descriptor)
-        self.packed.send()
+        batch = self._prepare_on_host(plan, descriptor)
         self._apply_updates(plan)
+        self.end_of_part("rows")
         if plan.total_num_scheduled_tokens == 0:
             self._record, self._record_inputs = StepRecord(plan, runner=self.describe().line()), None
             return EMPTY_MODEL_RUNNER_OUTPUT
         # 3 build the batch's inputs
         batch = self._prepare_inputs(batch)
+        self.end_of_part("inputs")
         # 4 block tables and slots
         self._prepare_attn(batch)
+        self.end_of_part("tables")
         # 5 what attention must know, once per group
         batch = replace(batch, attn_metadata=self._build_attn_metadata(batch, descriptor))
+        self.end_of_part("metadata")
         # 6 run the model
         intermediates: dict[str, torch.Tensor] | None = {} if "intermediates" in self.config.record else None
         tp = batch.num_tokens_padded
         hidden_states = self._model.forward(
-            self.input_ids[:tp], self.positions[:tp], self.kv_caches, batch.attn_metadata, intermediates,
-            **self._model_state.prepare_inputs(batch),
+            self.input_ids[:tp], self.positions[:tp], kernel_caches(self.kv_caches, self.kv_cache_config),
+            batch.attn_metadata, intermediates, **self._model_state.prepare_inputs(batch),
         )  # fmt: skip
+        self.end_of_part("forward")
         self._record_inputs, self._record_outcome = (plan, batch, descriptor, intermediates or {}), None
         self._record = None
         self._pending = (batch, hidden_states)
@@ -314,40 +332,57 @@ class GpuModelRunner:
             raise CallOrderError(
                 "no step is waiting for its tokens", field="sample_tokens", hint="Call execute_model with a plan first"
             )
-        if grammar is not None:
-            raise CapabilityError("grammars are not offered", field="grammar")
         batch, hidden_states = self._pending
         r, num_logits = batch.num_reqs, batch.num_logits
+        check_grammar(self.config, self._model.vocab_size, batch.req_ids, grammar)
         check_forced(
             self.config, self._model.vocab_size, self.validator.requests, batch.req_ids, batch.num_logits_np, forced
         )
         # 1 logits of the rows that get them
-        rows = self.logits_indices[:num_logits]
-        logits = self._model.compute_logits(hidden_states[rows])
+        rows = self._logits_rows(batch)
+        logits = self._model.compute_logits(hidden_states[self.logits_indices[:num_logits]]).contiguous()
         if forced is not None and forced.logits is not None:
             logits = copy_to_device(np.asarray(forced.logits, np.float32), self.device).to(logits.dtype)
-        # 2 draw
-        drawn = self.sampler.sample(
-            logits, self.expanded_idx_mapping[:num_logits], self.positions[rows],
-            keep_scores="logits" in self.config.record,
-        )  # fmt: skip
+        # 2 what grammars allow, by request
+        allowed = logits
+        if grammar is not None:
+            cu_num_logits_np = np.concatenate([[0], np.cumsum(batch.num_logits_np)])
+            mask_rows_np = grammar_mask_rows(
+                batch.req_ids, cu_num_logits_np, grammar, self.config.num_speculative_tokens
+            )
+            mask_rows, bitmask = send_masks(mask_rows_np, grammar.grammar_bitmask, self.device)
+            allowed = logits.clone() if "logits" in self.config.record else logits
+            apply_grammar_bitmask(mask_rows, bitmask, num_logits, allowed)
+        # 3 draw
+        drawn = self.sampler.sample(allowed, rows, keep_scores="logits" in self.config.record)
         self._take_ring_place()
         own = self._outcome(batch, drawn.sampled, forced)
-        # 3 unfinished prefills sample nothing
+        # 4 unfinished prefills sample nothing
         count_sampled_and_rejected(
             self.idx_mapping, self.seq_lens, self.req_states.prefill_len, self.cu_num_logits, r,
             self.num_sampled, self.num_rejected,
         )  # fmt: skip
-        # 4 the copy out starts before the state changes
+        # 5 rows without a winner
+        first_faults(self.cu_num_logits, self.num_sampled, drawn.faults, r, self.faults)
+        # 6 log probabilities of what was taken, and of prompts
+        logprobs = None
+        if self.sampler.token_logprobs.used_by(batch.rows_np):
+            taken = torch.where(self.num_sampled[:r] > 0, self.sampled_token_ids[:r, 0], own[:, 0])
+            logprobs = self.sampler.logprobs(rows, taken, allowed, drawn.processed)
+        prompt_logprobs = self._prompt_logprobs(batch, hidden_states)
+        self.end_of_part("sample")
+        # 7 the copy out starts before the state changes
         output = AsyncOutput(
-            batch.req_ids, self.sampled_token_ids[:r], self.num_sampled[:r], copy_stream=self._copy_stream
-        )
-        # 5 advance the rows
+            batch.req_ids, self.sampled_token_ids[:r], self.num_sampled[:r], self.faults[:r], logprobs,
+            prompt_logprobs, self._copy_stream,
+        )  # fmt: skip
+        # 8 advance the rows
         post_update(
             self.idx_mapping, self.query_start_loc, self.sampled_token_ids, self.num_sampled, self.num_rejected, r,
             self.req_states.last_sampled_tokens, self.req_states.total_len, self.req_states.all_token_ids,
             self.req_states.num_computed_tokens,
         )  # fmt: skip
+        self._advance_on_host(batch)
         if forced is not None:
             if forced.draft_token_ids is not None:
                 drafts = copy_to_device(np.asarray(forced.draft_token_ids, np.int64), self.device)
@@ -355,9 +390,14 @@ class GpuModelRunner:
             # Outcomes that the device decides reach the host late; an imposed one is known now.
             self.validator.settle(batch.req_ids, np.asarray(forced.num_sampled))
         keep_logits = logits if "logits" in self.config.record else None
-        self._record, self._record_outcome = None, (batch, keep_logits, own, forced, drawn.scores)
+        self._record, self._record_outcome = None, (batch, keep_logits, own, forced, drawn.scores, logprobs)
         self._model_state.postprocess(batch, self.num_sampled[:r])
         self._pending, self._outputs[self.ring_place] = None, output
+        # 9 tell the sampler what was taken; last, since a user's own code may listen
+        self.sampler.observe(
+            batch.rows_np, self.idx_mapping[:r], self.sampled_token_ids[:r], self.num_sampled[:r]
+        )  # fmt: skip
+        self.end_of_part("advance")
         return output
 
     def pool(self) -> AsyncOutput:
@@ -384,13 +424,22 @@ class GpuModelRunner:
             raise CallOrderError("only between two steps", field="poison_unused", hint="Call sample_tokens first")
         check_poison(self.kv_cache_config, value, keep_blocks)
         self._settle_record()
-        inspection.poison_unused(self, value, keep_blocks)
+        with self.packed.barrier():
+            inspection.poison_unused(self, value, keep_blocks)
 
     @on_device
     def state_digest(self) -> Mapping[str, str]:
         if not self._ready:
             raise CallOrderError("no KV cache", field="state_digest", hint="Call initialize_kv_cache first")
         return inspection.state_digest(self)
+
+    def table_traffic(self) -> Mapping[str, int]:
+        """See `runner_api.loader.table_traffic`."""
+        return self.block_tables.traffic() if self._ready else {}
+
+    def end_of_part(self, name: str) -> None:
+        """A part of the step ends here. Whoever measures puts a listener in place of this method, see
+        `runner_api.loader.listen_to_parts`."""
 
     @on_device
     def shutdown(self) -> None:
@@ -409,7 +458,45 @@ class GpuModelRunner:
             if output is not None:
                 output.get_output()
 
+    # -- the rows ---------------------------------------------------------------------------------------------
+
+    def _make_rows(self, kv_cache_config: KVCacheConfig, reach: Sequence[int]) -> None:
+        """Everything that is kept by row. reach: int[G], how far each group's window reads."""
+        c, device = self.config, self.device
+        n, t, k = c.max_num_reqs, c.max_num_batched_tokens, c.num_speculative_tokens
+        self.req_states = RequestState(n, c.max_model_len, k, c.initial_free_rows, device)
+        self.block_tables = BlockTables(kv_cache_config, n, t, c.max_model_len, reach, device)
+        self.sampler = Sampler(c, self._model.vocab_size, self.req_states, device)
+
+    def _host_inputs(self) -> dict[str, np.ndarray]:
+        """The buffers of a step that the host fills; the step's copy sends them whole."""
+        n = self.config.max_num_reqs
+        self.idx_mapping_np = np.full(n, NO_ROW, np.int64)
+        self.num_scheduled_tokens_np = np.zeros(n, np.int32)
+        self.num_logits_np = np.zeros(n, np.int32)
+        return {
+            "idx_mapping": self.idx_mapping_np, "num_scheduled_tokens": self.num_scheduled_tokens_np,
+            "num_logits": self.num_logits_np,
+        }  # fmt: skip
+
+    def _make_packed(self, tables: Mapping[str, np.ndarray], extra_bytes: int) -> PackedCopy:
+        return PackedCopy(tables, extra_bytes, self.device, self.copies)
+
+    @property
+    def waiting_requests(self) -> Mapping[str, Any]:
+        """Live requests without a row: here every one has one."""
+        return {}
+
     # -- the parts of execute_model ---------------------------------------------------------------------------
+
+    def _prepare_on_host(self, plan: SchedulerOutput, descriptor: BatchDescriptor | None) -> InputBatch:
+        """All that the host does for the step before the device does anything. It may write what it sends while the
+        device is steps behind: the copies are the only thing that both touch."""
+        with self.packed.barrier():
+            self._update_states(plan)
+            batch = self._order_batch(plan, descriptor)
+            self.packed.send()
+        return batch
 
     def _check_call(self, intermediate_tensors: IntermediateTensors | None) -> None:
         if not self._ready:
@@ -427,12 +514,12 @@ class GpuModelRunner:
     def _update_states(self, plan: SchedulerOutput) -> None:
         states, tables = self.req_states, self.block_tables
         # 1 finished and preempted requests leave their rows
-        states.finish_requests(plan.finished_req_ids | plan.preempted_req_ids, before=self._model_state.remove)
+        states.finish_requests(plan.finished_req_ids | plan.preempted_req_ids, before=self._leave)
         # 2 new ones take rows
         for new in plan.scheduled_new_reqs:
             row = states.add_request(new.req_id, new.prompt_len, new.prefill_token_ids, new.num_computed_tokens)
             tables.append_block_ids(row, new.block_ids, overwrite=True)
-            self.sampler.add_request(row, new.sampling_params or SamplingParams(temperature=0.0), new.seed)
+            self.sampler.add_request(row, new)
             self._model_state.add(row, new)
         # 3 the others get their new blocks; the device's own counter is never written from the plan
         cached = plan.scheduled_cached_reqs
@@ -443,8 +530,13 @@ class GpuModelRunner:
             states.num_computed_tokens_np[row] = computed
             if block_ids is not None:
                 tables.append_block_ids(row, block_ids, overwrite=False)
-        states.pack(self.packed)
-        tables.pack(self.packed)
+        for part in (states, tables, self.sampler):
+            part.pack(self.packed)
+
+    def _leave(self, req_id: str) -> None:
+        self.sampler.remove_request(self.req_states.req_id_to_row[req_id])
+        self.sampler.forget_request(req_id)
+        self._model_state.remove(req_id)
 
     def _order_batch(self, plan: SchedulerOutput, descriptor: BatchDescriptor | None) -> InputBatch:
         states = self.req_states
@@ -471,8 +563,8 @@ class GpuModelRunner:
 
     def _apply_updates(self, plan: SchedulerOutput) -> None:
         # 4 staged rows are written
-        self.req_states.apply_staged_writes(self.packed)
-        self.block_tables.apply_staged_writes(self.packed)
+        for part in (self.req_states, self.block_tables, self.sampler):
+            part.apply_staged_writes(self.packed)
         # 5 blank fresh blocks, then copy shared ones
         if plan.new_block_ids_to_zero:
             zero_blocks(self.kv_caches.values(), plan.new_block_ids_to_zero)
@@ -505,7 +597,7 @@ class GpuModelRunner:
         return replace(batch, draft_token_ids=states.draft_tokens[self.idx_mapping[:r]])
 
     def _prepare_attn(self, batch: InputBatch) -> None:
-        tables, states = self.block_tables, self.req_states
+        tables, states, c = self.block_tables, self.req_states, self.config.parallel
         gather_block_tables(
             self.idx_mapping, states.num_computed_tokens, tables.num_blocks, tables.block_sizes, tables.window_reach,
             batch.num_reqs, tables.rows_to_fill(batch.num_reqs, batch.num_reqs_padded),
@@ -513,7 +605,8 @@ class GpuModelRunner:
         )  # fmt: skip
         compute_slot_mappings(
             self.idx_mapping, self.query_start_loc, self.positions, tables.block_sizes, tables.slot_mapping_enabled,
-            batch.num_reqs, tables.block_tables, tables.slot_mappings,
+            tables.dcp_sharded, c.dcp_size, c.dcp_rank, c.dcp_interleave, batch.num_reqs, tables.block_tables,
+            tables.slot_mappings,
         )  # fmt: skip
 
     def _build_attn_metadata(
@@ -526,13 +619,24 @@ class GpuModelRunner:
         upper_bound = self.req_states.num_computed_tokens_np[batch.rows_np] + batch.num_scheduled_tokens_np
         query_start_loc_np = np.concatenate([[0], np.cumsum(self.num_scheduled_tokens_np[:r])])
         built = self.attn_metadata_builder.build(
-            self.query_start_loc, query_start_loc_np, self.seq_lens, self.block_tables.input_block_tables,
-            self.block_tables.slot_mappings, r, t, batch.num_tokens_padded,
+            self.query_start_loc, query_start_loc_np, self.seq_lens, self.block_tables.slot_mappings, r, t,
+            batch.num_tokens_padded,
             int(batch.num_scheduled_tokens_np.max()), int(upper_bound.max()),
         )  # fmt: skip
         return {**built, **self._model_state.prepare_attn(batch)}
 
     # -- the parts of sample_tokens ---------------------------------------------------------------------------
+
+    def _logits_rows(self, batch: InputBatch) -> LogitsRows:
+        n = batch.num_logits
+        rows = self.logits_indices[:n]
+        return LogitsRows(
+            n, self.expanded_idx_mapping[:n], self.expanded_local_pos[:n], self.positions[rows], self.input_ids[rows],
+            batch.rows_np, batch.num_logits_np,
+        )  # fmt: skip
+
+    def _advance_on_host(self, batch: InputBatch) -> None:
+        """What the host knows of the rows without having seen a token: here nothing, the next plan says it."""
 
     def _take_ring_place(self) -> None:
         """Go on to the next place of the ring; on the device, after the copy that has read it.
@@ -545,7 +649,7 @@ class GpuModelRunner:
             torch.cuda.current_stream().wait_event(former.copied)
 
     def _outcome(self, batch: InputBatch, sampled: torch.Tensor, forced: ForcedStep | None) -> torch.Tensor:
-        """Set sampled_token_ids and num_sampled to what enters the state; the answer is what this runner drew,
+        """Set sampled_token_ids and num_sampled to what enters the state; the answer is what this runner took,
         int64[R, 1+K].
 
         With drafts the runner's own draw is its choice after each logits row; what of it counts is the outcome's."""
@@ -559,6 +663,8 @@ class GpuModelRunner:
             owner = np.repeat(np.arange(r), batch.num_logits_np)
             place = owner * token_ids.shape[1] + np.arange(batch.num_logits) - first[owner]
             token_ids.view(-1).index_copy_(0, copy_to_device(place, self.device), sampled)
+        if self.sampler.trace_replay.used_by(batch.rows_np):
+            self.sampler.trace_replay.apply(self.idx_mapping, self.seq_lens, self.req_states.prompt_len, r, token_ids)
         if forced is None:
             self.num_sampled[:r] = 1
             return token_ids
@@ -566,3 +672,14 @@ class GpuModelRunner:
         token_ids.copy_(copy_to_device(np.asarray(forced.token_ids, np.int64), self.device))
         self.num_sampled[:r] = copy_to_device(np.asarray(forced.num_sampled, np.int32), self.device)
         return own
+
+    def _prompt_logprobs(self, batch: InputBatch, hidden_states: torch.Tensor) -> dict[str, list[LogprobsTensors]]:
+        """Of requests whose prompt this step finishes. The logits are always the model's, also in a forced step."""
+        wanted = self.sampler.prompt_logprobs
+        if not wanted.used_by(batch.rows_np):
+            return {}
+        query_start_loc_np = np.concatenate([[0], np.cumsum(batch.num_scheduled_tokens_np)])
+        return wanted.compute(
+            batch.req_ids, batch.rows_np, query_start_loc_np, self.req_states, hidden_states,
+            self._model.compute_logits, self._copy_stream,
+        )  # fmt: skip

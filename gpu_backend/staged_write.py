@@ -81,6 +81,12 @@ class StagedWriteTensor:
         self._contents: list[int] = []
         self._cu_lens: list[int] = []
 
+    @property
+    def total_bytes_staged(self) -> int:
+        """What all applied runs took to send: their elements, and for each run its row, its start and its end."""
+        places = 3 * self.total_rows_written * np.dtype(np.int32).itemsize
+        return places + self.total_values_written * np.dtype(self.dtype).itemsize
+
     def stage_write(self, row: int, start: int, values: Sequence[int]) -> None:
         """Stage `table[row, start : start + len(values)] = values`. No values, no entry."""
         assert row >= 0, row

@@ -17,6 +17,7 @@ MASK = tl.constexpr(0xFFFFFFFF)
 PHILOX_A, PHILOX_B = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
 PHILOX_KEY_A, PHILOX_KEY_B = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
 PHILOX_SCALE = tl.constexpr(4.6566127342e-10)  # just below 2^-31, so that the largest uniform stays below 1
+LOG_STEP = tl.constexpr(8.262958294867817e-08)  # 2^-23 log(2)
 
 
 @triton.jit
@@ -58,33 +59,51 @@ def _mix(h, word):
 
 
 @triton.jit
+def row_key(seed, position, SCHEME: tl.constexpr):
+    """What the words of a row's tokens have in common: uint32. seed, position: int64."""
+    if SCHEME == "murmur3":
+        seed = seed.to(tl.uint64)
+        key = (seed & 0).to(tl.uint32)
+        key = _mix(key, (seed & MASK).to(tl.uint32))
+        key = _mix(key, (seed >> 32).to(tl.uint32))
+        key = _mix(key, (position.to(tl.uint64) & MASK).to(tl.uint32))
+    else:
+        key = philox4x32(seed.to(tl.uint64), position.to(tl.uint64))
+    return key
+
+
+@triton.jit
+def _murmur3_before_last(key, token_ids):
+    """murmur3 without its last step, which leaves the upper half of a word as it is."""
+    h = _mix(key, token_ids.to(tl.uint32)) ^ 16
+    h = tl.mul(h ^ (h >> 16), 0x85EBCA6B, sanitize_overflow=False)
+    return tl.mul(h ^ (h >> 13), 0xC2B2AE35, sanitize_overflow=False)
+
+
+@triton.jit
 def murmur3(seed, position, token_ids):
     """murmur3-32 of the words (seed low, seed high, position low, token id).
 
     seed, position: int64[rows, 1]; token_ids: uint64[1, tokens]. Gives uint32[rows, tokens].
     """
-    seed = seed.to(tl.uint64)
-    # The first three words are the same for the whole row, so this is work per row.
-    h = (seed & 0).to(tl.uint32)
-    h = _mix(h, (seed & MASK).to(tl.uint32))
-    h = _mix(h, (seed >> 32).to(tl.uint32))
-    h = _mix(h, (position.to(tl.uint64) & MASK).to(tl.uint32))
-    h = _mix(h, token_ids.to(tl.uint32))
-    h = h ^ 16
-    h = tl.mul(h ^ (h >> 16), 0x85EBCA6B, sanitize_overflow=False)
-    h = tl.mul(h ^ (h >> 13), 0xC2B2AE35, sanitize_overflow=False)
-    return h ^ (h >> 16)
+    return words_of(row_key(seed, position, "murmur3"), token_ids, "murmur3")
+
+
+@triton.jit
+def words_of(key, token_ids, SCHEME: tl.constexpr):
+    """The random word of each (row, token): uint32. key: the row's, uint32[rows, 1]; token_ids: uint64[1, tokens]."""
+    if SCHEME == "murmur3":
+        words = _murmur3_before_last(key, token_ids)
+        words = words ^ (words >> 16)
+    else:
+        words = philox4x32(key.to(tl.uint64), token_ids)
+    return words
 
 
 @triton.jit
 def row_words(seed, position, token_ids, SCHEME: tl.constexpr):
     """The random word of each (row, token): uint32. seed, position: int64[rows, 1]; token_ids: uint64[1, tokens]."""
-    if SCHEME == "murmur3":
-        words = murmur3(seed, position, token_ids)
-    else:
-        row_key = philox4x32(seed.to(tl.uint64), position.to(tl.uint64))
-        words = philox4x32(row_key.to(tl.uint64), token_ids)
-    return words
+    return words_of(row_key(seed, position, SCHEME), token_ids, SCHEME)
 
 
 @triton.jit
@@ -95,10 +114,15 @@ def to_uniforms(words, SCHEME: tl.constexpr):
         low = ((words & 0xFFFF).to(tl.float32) + 0.5) * 0.00000000023283064365386963  # 2^-32
         u = high + low
     else:
-        signed = words.to(tl.int32, bitcast=True)
-        magnitude = tl.where(signed < 0, ~signed, signed).to(tl.float32)
-        u = tl.maximum(magnitude * PHILOX_SCALE, PHILOX_SCALE)
+        u = tl.maximum(_magnitude(words) * PHILOX_SCALE, PHILOX_SCALE)
     return u
+
+
+@triton.jit
+def _magnitude(words):
+    """A word of philox as float32 in [0, 2^31]."""
+    signed = words.to(tl.int32, bitcast=True)
+    return tl.where(signed < 0, ~signed, signed).to(tl.float32)
 
 
 @triton.jit
@@ -117,6 +141,30 @@ def to_gumbel(u):
     series = (series * u + 1.0) * u
     exact = -tl.log(tl.maximum(1.0 - u, 0.000000059604644775390625))  # 2^-24
     return -tl.log(tl.where(u < 0.125, series, exact))
+
+
+@triton.jit
+def rough_logs(key, token_ids, SCHEME: tl.constexpr):
+    """For each (row, token) a float32 r >= 0 with: noise < noise_most(SCHEME) - LOG_STEP * r + 1e-4.
+
+    It costs little more than the words. The noise of u is at most -log(u), and u = w / 2^n (n = 32 or 31) of a word w.
+    Read as an integer, the bits of the float32 w are at most 2^23 (127 + log2(w)); so with r those bits,
+    -log(u) <= (127 + n) log(2) - 2^-23 log(2) r. (murmur3's last step, left out, changes w by less than a part in
+    2^15, and roundings do less.)
+
+    key: the row's, uint32[rows, 1]; token_ids: uint64[1, tokens].
+    """
+    if SCHEME == "murmur3":
+        w = _murmur3_before_last(key, token_ids).to(tl.float32)
+    else:
+        w = _magnitude(words_of(key, token_ids, SCHEME))
+    return w.to(tl.int32, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def noise_most(SCHEME: tl.constexpr):
+    """What noise is left under by a rough logarithm of 0."""
+    return 110.2104017090313 if SCHEME == "murmur3" else 109.51725452847136  # (127 + 32) log(2), (127 + 31) log(2)
 
 
 @triton.jit

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
+from gpu_backend.packed_copy import PackedCopy
+from gpu_backend.sample.logits_rows import LogitsRows
 from gpu_backend.sample.noise import vocab_tiles
 from gpu_backend.triton_support import entry, launch, signature, tl, triton
+from runner_api import NewRequestData, SamplingParams
 
 
 @entry
@@ -46,3 +50,42 @@ def apply_temperature(
     vocab_size = logits.shape[1]
     grid, tiling = vocab_tiles(num_logits, vocab_size)
     launch(_apply_temperature_kernel, grid, expanded_idx_mapping, temperature, num_logits, vocab_size, logits, **tiling)
+
+
+class Temperature:
+    """The temperatures; 0 = greedy, which also tells the draw to add no noise."""
+
+    def __init__(self, max_num_reqs: int) -> None:
+        self.temperature_np = np.zeros(max_num_reqs, np.float32)
+        self.temperature: torch.Tensor  # float32[N], device; set by `bind`
+
+    def host_tables(self) -> dict[str, np.ndarray]:
+        """What the step's copy sends whole."""
+        return {"temperature": self.temperature_np}
+
+    def bind(self, packed: PackedCopy) -> None:
+        self.temperature = packed.views["temperature"]
+
+    def row_tables(self) -> dict[str, torch.Tensor]:
+        """Device tables by row that no step's copy overwrites."""
+        return {}
+
+    def row_widths(self, row: int) -> dict[str, int]:
+        """How much of the row's part of a table means anything, where that is not all of it."""
+        return {}
+
+    def add_request(self, row: int, params: SamplingParams, new: NewRequestData) -> None:
+        self.temperature_np[row] = params.temperature
+
+    def pack(self, packed: PackedCopy) -> None:
+        """Nothing is staged."""
+
+    def apply_staged_writes(self, packed: PackedCopy) -> None:
+        """Nothing was staged."""
+
+    def used_by(self, batch_rows: np.ndarray) -> bool:
+        t = self.temperature_np[batch_rows]
+        return bool(((t != 0) & (t != 1)).any())
+
+    def apply(self, rows: LogitsRows, logits: torch.Tensor) -> None:
+        apply_temperature(rows.expanded_idx_mapping, self.temperature, rows.num_logits, logits)
