@@ -2,31 +2,34 @@
 
 With synchronous scheduling a step's tokens are known before the next step is planned. With asynchronous scheduling
 the engine plans and launches step t+1 while step t runs, and waits only for the oldest step once as many are under
-way as the executor allows. Knows no text, and reaches the runner through the executor only.
+way as the executor allows. Where a step draws under a grammar, its mask depends on the tokens before: the model of
+step t+1 is launched, then the tokens of step t are waited for, then step t+1 draws. Knows no text, and reaches the
+runner through the executor only.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
+from engine_core.admission import Admission, require
 from engine_core.executor import Executor, Method
+from engine_core.logprobs import DEFAULT_MAX_LOGPROBS
 from engine_core.plan_builder import EngineCoreOutput
 from engine_core.request import Request
 from engine_core.scheduler import Scheduler
+from engine_core.structured_output import GrammarBackend, grammar_output
 from runner_api import (
     Capability,
-    CapabilityError,
     EngineError,
     ModelRunnerOutput,
     SamplingParams,
     SchedulerOutput,
 )
-from runner_api.checks import is_integer
 from runner_api.sampling_params import INT64_MAX, INT64_MIN
 
 
@@ -36,6 +39,8 @@ class Engine:
     vocab_size: of the model; token ids of prompts and parameters are checked against it.
     eos_token_ids: tokens that end a request unless it says `ignore_eos`.
     seed: of the generator from which requests without a seed of their own draw one, in the order they are added.
+    grammar_backend: builds what compiles grammars; called when the first request needs it. None: there is no tokenizer.
+    max_logprobs: the most log probabilities per token that a request may ask for, -1 for no limit.
     """
 
     def __init__(
@@ -46,21 +51,26 @@ class Engine:
         vocab_size: int,
         eos_token_ids: tuple[int, ...] = (),
         seed: int = 0,
+        grammar_backend: Callable[[], GrammarBackend] | None = None,
+        max_logprobs: int = DEFAULT_MAX_LOGPROBS,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
         self.vocab_size = vocab_size
-        self.eos_token_ids = frozenset(eos_token_ids)
         self.runner_info = executor.collective_rpc("describe")[0]
         self._rng = np.random.default_rng(seed)
+        self.admission = Admission(
+            self.runner_info, executor.config.runner_config, vocab_size=vocab_size, eos_token_ids=eos_token_ids,
+            grammar_backend=grammar_backend, max_logprobs=max_logprobs,
+        )  # fmt: skip
         self._queue: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput | None]]] = deque()
         self._depth = 1
         self._error: Exception | None = None
         self._drafts = scheduler.config.num_speculative_tokens > 0
         if self._drafts:
-            self._require({Capability.SPECULATIVE}, None)
+            require(self.runner_info, {Capability.SPECULATIVE}, None)
         if scheduler.config.async_scheduling:
-            self._require({Capability.ASYNC_OUTPUT}, None)
+            require(self.runner_info, {Capability.ASYNC_OUTPUT}, None)
             self._depth = executor.max_concurrent_batches
 
     # -- requests ---------------------------------------------------------------------------------------------
@@ -70,91 +80,17 @@ class Engine:
     ) -> Request:
         """Check a request and queue it.
 
-        Raises EngineError (bad ids, a prompt that can never fit, an id in use) or CapabilityError (parameters that the
-        runner does not offer); nothing is queued then, and no seed is drawn.
+        Raises EngineError (bad ids, a prompt that can never fit, an id in use, a grammar that cannot be compiled),
+        CapabilityError (parameters that the runner does not offer) or SamplingParamsError (a logits processor refuses
+        its arguments); nothing is queued then, and no seed is drawn.
         """
         self._check_alive()
-        self._check_types(req_id, prompt_token_ids, params, extra_keys)
-        self._check_tokens(req_id, "prompt_token_ids", prompt_token_ids)
-        self._check_params(req_id, params)
-        request = Request(
-            req_id, tuple(map(int, prompt_token_ids)), params, params.seed or 0, self.eos_token_ids, tuple(extra_keys)
-        )
+        request = self.admission.admit(req_id, prompt_token_ids, params, extra_keys)
         self.scheduler.add_request(request)
         if params.seed is None:
             # Here and not in the runner, so that every rank, and every resume after a preemption, has the same one.
             request.seed = int(self._rng.integers(INT64_MIN, INT64_MAX, endpoint=True))
         return request
-
-    def _check_types(self, req_id: str, tokens: Any, params: Any, extra_keys: Any) -> None:
-        if not isinstance(req_id, str):
-            raise EngineError("a request is named by a string", field="req_id", got=req_id, expected="a str")
-        if not isinstance(tokens, (list, tuple, range, np.ndarray)):
-            raise EngineError(
-                "not a list of token ids", field="prompt_token_ids", req_id=req_id, got=tokens, expected="a list"
-            )
-        if not isinstance(params, SamplingParams):
-            raise EngineError(
-                "not sampling parameters", field="params", req_id=req_id, got=params, expected="SamplingParams"
-            )
-        if not isinstance(extra_keys, (list, tuple)) or not all(isinstance(key, str) for key in extra_keys):
-            raise EngineError(
-                "keys are strings", field="extra_keys", req_id=req_id, got=extra_keys, expected="a tuple of str"
-            )
-
-    def _check_params(self, req_id: str, params: SamplingParams) -> None:
-        """What the runner would refuse in a plan must be refused here: there it would end every other request too."""
-        self._check_tokens(req_id, "allowed_token_ids", params.allowed_token_ids or ())
-        self._check_tokens(req_id, "logit_bias", params.logit_bias or ())
-        for word in params.bad_words_token_ids or ():
-            self._check_tokens(req_id, "bad_words_token_ids", word)
-        self._require(params.required_capabilities(), req_id)
-        if params.logprobs is not None and params.logprobs > self.vocab_size:
-            raise EngineError(
-                "more log probabilities than tokens", field="logprobs", req_id=req_id, got=params.logprobs,
-                expected=f"-1 .. {self.vocab_size}",
-            )  # fmt: skip
-        if params.prompt_logprobs is not None:
-            raise CapabilityError(
-                "this engine does not hand out log probabilities of prompts",
-                field="prompt_logprobs",
-                req_id=req_id,
-                got=params.prompt_logprobs,
-                expected="None",
-            )
-        if params.logprobs is not None and self._drafts:
-            raise CapabilityError(
-                "log probabilities together with drafts",
-                field="logprobs",
-                req_id=req_id,
-                got=params.logprobs,
-                expected="None, or num_speculative_tokens = 0",
-            )
-        if params.n != 1:
-            raise EngineError(
-                "one request is one sequence",
-                field="n",
-                req_id=req_id,
-                got=params.n,
-                expected="1",
-                hint="Add n requests with a seed each, as LLM.generate does",
-            )
-
-    def _check_tokens(self, req_id: str, field: str, tokens: Iterable[Any]) -> None:
-        for token in tokens:
-            if not is_integer(token) or not 0 <= token < self.vocab_size:
-                raise EngineError(
-                    "not a token id", field=field, req_id=req_id, got=token, expected=f"0 <= id < {self.vocab_size}"
-                )
-
-    def _require(self, wanted: frozenset[Capability] | set[Capability], req_id: str | None) -> None:
-        missing = sorted(c.value for c in wanted - self.runner_info.capabilities)
-        if missing:
-            raise CapabilityError(
-                f"runner {self.runner_info.name!r} does not offer {', '.join(missing)}",
-                req_id=req_id,
-                hint="`modelrunner runners` lists what each runner offers",
-            )
 
     def abort(self, req_id: str) -> EngineCoreOutput | None:
         """Finish a request now; None if it is not live."""
@@ -187,13 +123,18 @@ class Engine:
             raise
 
     def _step(self) -> list[EngineCoreOutput]:
+        outputs: list[EngineCoreOutput] = []
         if self.scheduler.has_requests and len(self._queue) < self._depth:
             plan = self.scheduler.schedule()
-            self._queue.append((plan, self._launch(plan)))
+            outputs = self._launch(plan)
             if len(self._queue) < self._depth and plan.total_num_scheduled_tokens:
-                return []
-        if not self._queue:
-            return []
+                return outputs
+        if outputs or not self._queue:
+            return outputs
+        return self._take_oldest()
+
+    def _take_oldest(self) -> list[EngineCoreOutput]:
+        """Wait for the oldest step under way and apply its result."""
         plan, future = self._queue.popleft()
         output = future.result()
         if output is None:
@@ -203,12 +144,27 @@ class Engine:
             self._take_drafts()
         return outputs
 
-    def _launch(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput | None]:
-        """Queue a step: two calls, because a mask made on the host may still be under way after the first."""
+    def _launch(self, plan: SchedulerOutput) -> list[EngineCoreOutput]:
+        """Queue a step: two calls, because masks are made on the host while the model runs. Returns the results of
+        earlier steps, where the masks had to wait for them."""
         executed = self.executor.execute_model(plan, non_block=True)
-        if executed.result() is None:
-            return self.executor.sample_tokens(None, non_block=True)
-        return executed  # a plan without tokens changes state only
+        if executed.result() is not None:  # a plan without tokens changes state only
+            self._queue.append((plan, executed))
+            return []
+        outputs: list[EngineCoreOutput] = []
+        # 1 the tokens that the masks depend on
+        if self.scheduler.waits_for_tokens(plan):
+            while self._queue:
+                outputs += self._take_oldest()
+        # 2 the masks, of requests that are still live
+        grammar, failed = grammar_output(
+            self.scheduler.constrained(plan), self.scheduler.config.num_speculative_tokens, self.vocab_size
+        )
+        # 3 a grammar that cannot be followed ends its request; what the step draws for it is ignored
+        outputs += [self.scheduler.fail(req_id, str(e)) for req_id, e in failed.items()]
+        # 4 draw
+        self._queue.append((plan, self.executor.sample_tokens(grammar, non_block=True)))
+        return outputs
 
     def _take_drafts(self) -> None:
         drafts = self.executor.collective_rpc("take_draft_token_ids")[0]

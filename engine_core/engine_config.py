@@ -5,35 +5,41 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from engine_core.engine import Engine
 from engine_core.executor import Executor, make_executor
 from engine_core.kv_cache_manager import KVCacheManager
+from engine_core.logprobs import DEFAULT_MAX_LOGPROBS
 from engine_core.plan_builder import SchedulerConfig
 from engine_core.scheduler import Scheduler
+from engine_core.structured_output import GrammarBackend, check_backend_name, make_grammar_backend
+from engine_core.tokenizer import Tokenizer
 from engine_core.worker import WorkerConfig
 from runner_api import (
     ConfigError,
     KVCacheConfig,
     KVCacheError,
+    ReasoningConfig,
     RunnerConfig,
     RunnerFactory,
     group_kv_cache_specs,
 )
 from runner_api.checkpoint import Checkpoint, load_checkpoint, resolve_model
 from runner_api.checks import check_bool, check_integer, check_name, check_names, check_options, is_integer
-from runner_api.config import DTYPES, LAYOUTS, NOISE_SCHEMES, RECORD_PARTS
+from runner_api.config import DTYPES, LAYOUTS, LOGPROBS_MODES, NOISE_SCHEMES, RECORD_PARTS
+from runner_api.loader import decide_layout
 
 DEFAULT_MAX_MODEL_LEN = 1024  # for models that do not say how far they reach
 # The least value of each size. A request needs a token to read and one to draw.
 _LEAST = {
     "max_num_reqs": 1, "max_num_batched_tokens": 1, "max_model_len": 2, "num_blocks": 2, "kv_cache_memory_bytes": 1,
-    "long_prefill_token_threshold": 0, "max_concurrent_batches": 1, "num_speculative_tokens": 0, "seed": 0,
+    "long_prefill_token_threshold": 0, "max_concurrent_batches": 1, "num_speculative_tokens": 0, "max_logprobs": -1,
+    "reorder_batch_threshold": 1, "seed": 0,
 }  # fmt: skip
-_OPTIONAL = ("max_model_len", "num_blocks", "kv_cache_memory_bytes")
+_OPTIONAL = ("max_model_len", "num_blocks", "kv_cache_memory_bytes", "reorder_batch_threshold")
 log = logging.getLogger("modelrunner")
 
 
@@ -47,6 +53,10 @@ class EngineConfig:
     num_blocks: of the KV cache, the null block included. Else `kv_cache_memory_bytes` worth of blocks. Else as many
         as all rows at full length need, if the free memory allows. The block size is the runner's.
     enable_prefix_caching: None = wherever the model's KV cache allows it.
+    layout: of the runner's rows, and with it the shape of plans. None = environment and policy choose.
+    reorder_batch_threshold, logprobs_mode, reasoning, logits_processors: see `RunnerConfig`.
+    max_logprobs: the most log probabilities per token that a request may ask for, of answer or prompt; -1 = no limit.
+    grammar_backend: "llguidance", "xgrammar", or "auto": the first of them that is installed.
     seed: from which requests without a seed draw theirs.
     """
 
@@ -63,11 +73,17 @@ class EngineConfig:
     async_scheduling: bool = False
     max_concurrent_batches: int = 2
     num_speculative_tokens: int = 0
-    layout: str = "slots"
+    layout: str | None = None
+    reorder_batch_threshold: int | None = None
     noise: str = "murmur3"
     dtype: str = "float32"
     device: str = "auto"
     record: frozenset[str] = frozenset()
+    logprobs_mode: str = "raw_logprobs"
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS
+    reasoning: ReasoningConfig | None = None
+    logits_processors: tuple[Any, ...] = ()
+    grammar_backend: str = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -78,8 +94,13 @@ class EngineConfig:
         check_bool("async_scheduling", self.async_scheduling)
         if self.enable_prefix_caching is not None:
             check_bool("enable_prefix_caching", self.enable_prefix_caching)
-        for name, valid in (("layout", LAYOUTS), ("noise", NOISE_SCHEMES), ("dtype", DTYPES)):
+        for name, valid in (
+            ("noise", NOISE_SCHEMES), ("dtype", DTYPES), ("logprobs_mode", LOGPROBS_MODES),
+        ):  # fmt: skip
             check_name(name, getattr(self, name), valid)
+        if self.layout is not None:
+            check_name("layout", self.layout, LAYOUTS)
+        check_backend_name(self.grammar_backend)
         if not isinstance(self.device, str):
             raise ConfigError("a device is named by a string", field="device", got=self.device, expected="a str")
         if not isinstance(self.runner, str) and not callable(self.runner):
@@ -128,36 +149,42 @@ def open_model(model: Any) -> ModelFacts:
     return ModelFacts(model, int(vocab_size))
 
 
-def build_engine(config: EngineConfig, facts: ModelFacts) -> Engine:
-    """Bring an engine up. Whatever fails, the worker is shut down again."""
+def build_engine(config: EngineConfig, facts: ModelFacts, tokenizer: Tokenizer | None = None) -> Engine:
+    """Bring an engine up. Whatever fails, the worker is shut down again. tokenizer: grammars need one."""
     reach = facts.max_position_embeddings
     max_model_len = config.max_model_len or reach or DEFAULT_MAX_MODEL_LEN
     if reach is not None and max_model_len > reach:
         raise ConfigError(
             "longer than the model reaches", field="max_model_len", got=max_model_len, expected=f"<= {reach}"
         )
-    scheduler_config = SchedulerConfig(
-        max_num_reqs=config.max_num_reqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        layout=config.layout,
-        long_prefill_token_threshold=config.long_prefill_token_threshold,
-        num_speculative_tokens=config.num_speculative_tokens,
-        async_scheduling=config.async_scheduling,
-    )
     runner_config = RunnerConfig(
         max_num_reqs=config.max_num_reqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         layout=config.layout,
+        reorder_batch_threshold=config.reorder_batch_threshold,
         noise=config.noise,
         dtype=config.dtype,
         device=config.device,
         num_speculative_tokens=config.num_speculative_tokens,
         max_concurrent_batches=config.max_concurrent_batches,
         record=config.record,
+        logprobs_mode=config.logprobs_mode,
+        reasoning=config.reasoning,
+        logits_processors=config.logits_processors,
     )
-    executor = make_executor(WorkerConfig(config.runner, facts.model, runner_config), config.executor)
+    selection = decide_layout(config.runner, runner_config)
+    scheduler_config = SchedulerConfig(
+        max_num_reqs=config.max_num_reqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        layout=selection.layout,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        num_speculative_tokens=config.num_speculative_tokens,
+        async_scheduling=config.async_scheduling,
+    )
+    _check_markers(config.reasoning, facts.vocab_size)
+    executor = make_executor(WorkerConfig(config.runner, facts.model, runner_config, selection), config.executor)
     try:
         kv_cache_configs = _kv_cache_configs(config, executor, max_model_len)
         manager = KVCacheManager(kv_cache_configs[0], max_model_len, enable_prefix_caching=config.enable_prefix_caching)
@@ -168,6 +195,8 @@ def build_engine(config: EngineConfig, facts: ModelFacts) -> Engine:
             vocab_size=facts.vocab_size,
             eos_token_ids=facts.eos_token_ids,
             seed=config.seed,
+            grammar_backend=_grammar_backend(config, facts, tokenizer),
+            max_logprobs=config.max_logprobs,
         )
     except BaseException:
         executor.shutdown()
@@ -178,6 +207,27 @@ def build_engine(config: EngineConfig, facts: ModelFacts) -> Engine:
         manager.enable_prefix_caching, config.async_scheduling,
     )  # fmt: skip
     return engine
+
+
+def _check_markers(reasoning: ReasoningConfig | None, vocab_size: int) -> None:
+    if reasoning is None:
+        return
+    for name in ("start_token_ids", "end_token_ids", "natural_end_token_ids"):
+        for token in getattr(reasoning, name):
+            if token >= vocab_size:
+                raise ConfigError(
+                    "not a token id", field=f"reasoning.{name}", got=token, expected=f"0 <= id < {vocab_size}"
+                )
+
+
+def _grammar_backend(
+    config: EngineConfig, facts: ModelFacts, tokenizer: Tokenizer | None
+) -> Callable[[], GrammarBackend] | None:
+    if tokenizer is None:
+        return None
+    return lambda: make_grammar_backend(
+        config.grammar_backend, tokenizer.facts(facts.vocab_size, tuple(facts.eos_token_ids))
+    )
 
 
 def _kv_cache_configs(config: EngineConfig, executor: Executor, max_model_len: int) -> list[KVCacheConfig]:

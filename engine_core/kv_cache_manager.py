@@ -93,7 +93,7 @@ class KVCacheManager:
 
         At most num_tokens - 1 tokens: the last known token must be computed, or the step has no logits to draw from.
         """
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or not request.reads_prefix_cache:
             return tuple([] for _ in self.groups), 0
         self._update_hashes(request)
         size = self.groups[0].spec.block_size

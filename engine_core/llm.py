@@ -35,7 +35,9 @@ class RequestOutput:
     prompt: the text that was encoded (after the chat template), None for a prompt of token ids.
     text: without the stop string or stop token that ended it; empty if the model has no tokenizer.
     token_ids: every token drawn, that of a stop included. logprobs: per token, by token id; None if not asked for.
-    finish_reason: "stop" or "length". stop_reason: the stop string or stop token id, None for end of sequence.
+    prompt_logprobs: per prompt token, by token id, None for the first one; None if not asked for.
+    finish_reason: "stop", "length", or "error" where no further token could be drawn; `error` says why then.
+    stop_reason: the stop string or stop token id, None for end of sequence and for the end of a grammar.
     """
 
     prompt: str | None
@@ -46,6 +48,8 @@ class RequestOutput:
     stop_reason: int | str | None = None
     index: int = 0
     logprobs: list[dict[int, float]] | None = None
+    prompt_logprobs: list[dict[int, float] | None] | None = None
+    error: str | None = None
 
 
 class _Stream:
@@ -60,25 +64,29 @@ class _Stream:
         """Add a step's tokens. True: a stop string ended the answer, though the engine does not know it yet."""
         out = self.output
         if step.logprobs is not None:
-            out.logprobs = [*(out.logprobs or ()), step.logprobs]
+            out.logprobs = out.logprobs or []
+            out.logprobs.append(step.logprobs)
+        if step.prompt_logprobs is not None:
+            out.prompt_logprobs = step.prompt_logprobs
         for i, token in enumerate(step.new_token_ids):
             out.token_ids.append(token)
             last = i == len(step.new_token_ids) - 1
-            # The token of a stop is no text.
-            hidden = last and step.finish_reason == "stop"
+            hidden = last and step.ends_with_stop  # the token of a stop is no text
             piece = self._decoder.push(token) if self._decoder and not hidden else ""
             if last and step.finish_reason and self._decoder:
                 piece += self._decoder.finish()
             if self._grow(piece):
                 return step.finish_reason is None or not last
-        out.finish_reason, out.stop_reason = step.finish_reason, step.stop_reason
+        if step.finish_reason and not step.new_token_ids and self._decoder:
+            out.text += self._decoder.finish()
+        out.finish_reason, out.stop_reason, out.error = step.finish_reason, step.stop_reason, step.error
         return False
 
     def _grow(self, piece: str) -> bool:
         """Append text; cut it at the first stop string, if one is complete now."""
         out, before = self.output, len(self.output.text)
         out.text += piece
-        if not piece or len(out.token_ids) < self.params.min_tokens:
+        if not piece or len(out.token_ids) <= self.params.min_tokens:
             return False
         # A stop string may have begun in earlier text, but only so far back that it was not complete then.
         found = [
@@ -109,7 +117,7 @@ class LLM:
             self.tokenizer = Tokenizer.from_checkpoint(facts.model)
             eos = dict.fromkeys((*facts.eos_token_ids, *self.tokenizer.eos_token_ids))
             facts = replace(facts, eos_token_ids=tuple(eos))
-        self.engine = build_engine(self.config, facts)
+        self.engine = build_engine(self.config, facts, self.tokenizer)
         self._next_id = 0
 
     @property
@@ -156,6 +164,10 @@ class LLM:
         ids = [tokenizer.encode(t, add_special_tokens=False) for t in texts]  # the template has written them
         return self._run(list(zip(texts, ids, params, strict=True)), progress)
 
+    def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Words that must not be said, as `SamplingParams.bad_words_token_ids` wants them. Raises EngineError."""
+        return self._need_tokenizer("bad_words").encode_bad_words([words] if isinstance(words, str) else words)
+
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
             raise EngineError("this model has no tokenizer", field=what, hint="Give prompts as lists of token ids")
@@ -178,7 +190,8 @@ class LLM:
                 for index in range(params.n):
                     req_id, self._next_id = str(self._next_id), self._next_id + 1
                     single = replace(params, n=1, seed=_nth_seed(params.seed, index))
-                    self.engine.add_request(req_id, ids, single)
+                    # The engine may rewrite parameters, as those of a replayed request.
+                    single = self.engine.add_request(req_id, ids, single).sampling_params
                     streams[req_id] = _Stream(RequestOutput(prompt, list(ids), index=index), single, self.tokenizer)
                     live.add(req_id)
             self._drain(streams, live, progress)

@@ -52,13 +52,21 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineCoreOutput:
-    """What one step meant for one request. logprobs: of the new token and the likeliest ones, by token id."""
+    """What one step meant for one request.
+
+    logprobs: of the new token and the likeliest ones, by token id. prompt_logprobs: the same of each prompt token (None
+    for the first), with the first new token. ends_with_stop: the last token is an end of sequence or a stop token, no
+    text. error: why a request with finish_reason "error" got no token.
+    """
 
     req_id: str
     new_token_ids: tuple[int, ...]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: dict[int, float] | None = None
+    prompt_logprobs: list[dict[int, float] | None] | None = None
+    ends_with_stop: bool = False
+    error: str | None = None
 
 
 class PlanBuilder:
@@ -90,6 +98,7 @@ class PlanBuilder:
                 block_ids=block_ids,
                 sampling_params=request.sampling_params,
                 seed=request.seed,
+                eos_token_ids=tuple(sorted(request.eos_token_ids)),
             )
         )
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from runner_api import SamplingParams
+from engine_core.structured_output import GrammarError, Matcher
+from runner_api import EngineError, SamplingParams
 
 
 class RequestStatus(Enum):
@@ -21,6 +22,7 @@ class RequestStatus(Enum):
     FINISHED_STOPPED = "stop"
     FINISHED_LENGTH = "length"
     FINISHED_ABORTED = "abort"
+    FINISHED_ERROR = "error"  # nothing could be drawn for it; `Request.error` says why
 
     @property
     def is_finished(self) -> bool:
@@ -28,11 +30,11 @@ class RequestStatus(Enum):
 
     @property
     def finish_reason(self) -> str | None:
-        """What the user is told: "stop", "length", "abort", or None while the request lives."""
+        """What the user is told: "stop", "length", "abort", "error", or None while the request lives."""
         return self.value if self.is_finished else None
 
 
-_FINISHED = frozenset({RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH, RequestStatus.FINISHED_ABORTED})
+_FINISHED = frozenset(status for status in RequestStatus if status.name.startswith("FINISHED_"))
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +50,7 @@ class Request:
     spec_token_ids: drafts to verify in the next step.
     is_prefill_chunk: the latest scheduled step leaves known tokens uncomputed, so it must not yield a token.
     block_hashes: one per full block of known tokens (filled by the KV cache manager if prefixes are cached).
+    matcher: where the outputs stand in the grammar that they must follow; None without one.
     """
 
     req_id: str
@@ -57,9 +60,11 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     # Whatever else decides the KV of a token: two requests share cached blocks only if these are equal.
     extra_keys: tuple[str, ...] = ()
+    matcher: Matcher | None = None
 
     status: RequestStatus = RequestStatus.WAITING
     stop_reason: int | str | None = None
+    error: str | None = None
     all_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_in_flight_tokens: int = 0
@@ -92,6 +97,12 @@ class Request:
     def output_token_ids(self) -> list[int]:
         return self.all_token_ids[len(self.prompt_token_ids) :]
 
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """May it skip tokens that are computed already? Not before log probabilities of its prompt are handed out,
+        which is with the first output: they need every prompt token."""
+        return self.sampling_params.prompt_logprobs is None or self.num_output_tokens > 0
+
     def max_num_tokens(self, max_model_len: int) -> int:
         """The most tokens this request can ever have, the last one (which needs no KV) included."""
         limit = self.sampling_params.max_tokens
@@ -100,16 +111,30 @@ class Request:
     def append(self, tokens: list[int], max_model_len: int) -> tuple[list[int], RequestStatus | None]:
         """Append sampled tokens one by one until one of them stops the request.
 
-        Returns the tokens that were kept, and the final status if the last of them ends the request.
+        Returns the tokens that were kept, and the final status if the last of them ends the request. Raises EngineError
+        for a token that the request's grammar does not allow: the runner has not kept to the mask.
         """
         for i, token in enumerate(tokens):
             self.all_token_ids.append(token)
-            if (status := self._stop_status(token, max_model_len)) is not None:
+            try:
+                self._advance_grammar(token)
+                status = self._stop_status(token, max_model_len)
+            except GrammarError as e:
+                self.error, status = str(e), RequestStatus.FINISHED_ERROR
+            if status is not None:
                 return tokens[: i + 1], status
         return tokens, None
 
+    def _advance_grammar(self, token: int) -> None:
+        if self.matcher is not None and not self.matcher.accept(token):
+            raise EngineError(
+                "the runner drew a token that the request's grammar does not allow", field="sampled_token_ids",
+                req_id=self.req_id, got=token, expected="a token whose bit is set in the grammar's mask",
+            )  # fmt: skip
+
     def _stop_status(self, token: int, max_model_len: int) -> RequestStatus | None:
-        """Order: end of sequence, then stop token ids, then length; the first that holds gives the reason.
+        """Order: end of sequence, then stop token ids, then the grammar's end, then length; the first that holds gives
+        the reason. A grammar ends its request when nothing may follow, without waiting for an end-of-sequence token.
 
         Neither min_tokens nor stop strings are looked at here: the runner masks the former on the logits, and the
         latter need text.
@@ -120,6 +145,12 @@ class Request:
         if token in params.stop_token_ids:
             self.stop_reason = token
             return RequestStatus.FINISHED_STOPPED
+        if self.matcher is not None and self.matcher.is_terminated():
+            return RequestStatus.FINISHED_STOPPED
         if self.num_tokens >= self.max_num_tokens(max_model_len):
             return RequestStatus.FINISHED_LENGTH
         return None
+
+    def is_stop_token(self, token: int) -> bool:
+        """Does this token end a request rather than belong to its text?"""
+        return token in self.eos_token_ids or token in self.sampling_params.stop_token_ids

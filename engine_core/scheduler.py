@@ -13,9 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine_core.kv_cache_manager import KVCacheManager
+from engine_core.logprobs import prompt_logprobs, token_logprobs
 from engine_core.plan_builder import EngineCoreOutput, PlanBuilder, SchedulerConfig
 from engine_core.request import Request, RequestStatus
-from runner_api import CallOrderError, EngineError, ModelRunnerOutput, SchedulerOutput
+from engine_core.structured_output import Constrained, usable_drafts
+from runner_api import CallOrderError, EngineError, ModelRunnerOutput, SampleFault, SchedulerOutput
+
+# What a user is told of a request whose logits had no winner.
+FAULTS = {
+    SampleFault.NAN: "the logits hold a NaN: the model's weights or a logits processor are broken",
+    SampleFault.NO_TOKEN: "no token is left to draw: what the request allows and what it forbids exclude each other",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +99,13 @@ class Scheduler:
             return None
         self._finish(request, RequestStatus.FINISHED_ABORTED)
         return EngineCoreOutput(req_id, (), request.status.finish_reason)
+
+    def fail(self, req_id: str, why: str) -> EngineCoreOutput:
+        """End a live request with an error. As with `abort`, steps in flight may still return tokens for it."""
+        request = self.requests[req_id]
+        request.error = why
+        self._finish(request, RequestStatus.FINISHED_ERROR)
+        return EngineCoreOutput(req_id, (), request.status.finish_reason, error=why)
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
         (self.running if request.status is RequestStatus.RUNNING else self.waiting).remove(request)
@@ -227,10 +242,32 @@ class Scheduler:
             plan.num_scheduled[request.req_id] = n
             budget -= n
 
+    # -- grammars ---------------------------------------------------------------------------------------------
+
+    def waits_for_tokens(self, plan: SchedulerOutput) -> bool:
+        """Is there a request in the latest plan whose next mask depends on a token that is still in flight?"""
+        return any(share.request.num_output_placeholders > 1 for share in self._constrained_shares(plan))
+
+    def constrained(self, plan: SchedulerOutput) -> list[Constrained]:
+        """The requests of the latest plan that sample under a grammar, in plan order; those that ended since are left
+        out, and so are unfinished prefills."""
+        drafts = plan.scheduled_spec_decode_tokens
+        return [
+            Constrained(share.request.req_id, share.request.matcher, drafts.get(share.request.req_id, ()))
+            for share in self._constrained_shares(plan)
+            if share.request.matcher is not None
+        ]
+
+    def _constrained_shares(self, plan: SchedulerOutput) -> list[_Scheduled]:
+        latest, shares = self._in_flight[-1]
+        assert latest is plan
+        return [s for s in shares if s.samples and s.request.matcher is not None and not s.request.status.is_finished]
+
     # -- the result -------------------------------------------------------------------------------------------
 
     def update_from_output(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """Apply the result of the oldest unanswered plan; one output per request that got a token, in plan order.
+        """Apply the result of the oldest unanswered plan; one output per request that got a token or an error, in plan
+        order.
 
         Raises CallOrderError for any other plan; EngineError if the result does not answer the plan: a request is
         missing, a prefill chunk sampled, a finished prefill or decode did not, or more tokens came than drafts allow.
@@ -244,12 +281,23 @@ class Scheduler:
             request = share.request
             if request.status.is_finished:
                 continue  # aborted, or stopped by the step before, while this one ran
+            fault = output.errors.get(request.req_id) if share.samples else None
+            if fault:
+                outputs.append(self.fail(request.req_id, FAULTS.get(fault, f"the runner reports fault {fault!r}")))
+                continue
             tokens = _checked_tokens(share, sampled)
+            first = request.num_output_tokens == 0
             kept = self._apply(share, tokens)
             if kept:
-                reason = request.status.finish_reason
-                logprobs = _logprobs(request, output)
-                outputs.append(EngineCoreOutput(request.req_id, tuple(kept), reason, request.stop_reason, logprobs))
+                outputs.append(
+                    EngineCoreOutput(
+                        request.req_id, tuple(kept), request.status.finish_reason, request.stop_reason,
+                        logprobs=token_logprobs(request, output),
+                        prompt_logprobs=prompt_logprobs(request, output) if first else None,
+                        ends_with_stop=request.status.is_finished and request.is_stop_token(kept[-1]),
+                        error=request.error,
+                    )
+                )  # fmt: skip
         return outputs
 
     def _apply(self, share: _Scheduled, tokens: list[int]) -> list[int]:
@@ -284,7 +332,8 @@ class Scheduler:
                     got=len(tokens),
                     expected=f"at most num_speculative_tokens = {self.config.num_speculative_tokens}",
                 )
-            request.spec_token_ids = list(tokens)
+            # A draft against the grammar becomes a placeholder: the step keeps its shape, and accepts none from there.
+            request.spec_token_ids = list(tokens) if request.matcher is None else usable_drafts(request.matcher, tokens)
 
 
 def _checked_tokens(share: _Scheduled, sampled: Mapping[str, Sequence[int]]) -> list[int]:
@@ -301,19 +350,3 @@ def _checked_tokens(share: _Scheduled, sampled: Mapping[str, Sequence[int]]) -> 
             hint="A prefill chunk samples nothing; any other row samples one token, plus the drafts it accepted",
         )
     return list(tokens)
-
-
-def _logprobs(request: Request, output: ModelRunnerOutput) -> dict[int, float] | None:
-    """The request's log probabilities by token id: its own token first, then as many as it asked for.
-
-    A batch's arrays are as wide as its most curious request; the others' surplus columns are left out here.
-    """
-    wanted = request.sampling_params.logprobs
-    if wanted is None:
-        return None
-    if output.logprobs is None:
-        raise EngineError("no log probabilities came", field="logprobs", req_id=request.req_id, expected=wanted)
-    row = output.req_ids.index(request.req_id)
-    end = None if wanted < 0 else 1 + wanted
-    ids, values = output.logprobs.token_ids[row, :end], output.logprobs.logprobs[row, :end]
-    return {int(i): float(v) for i, v in zip(ids, values, strict=True)}

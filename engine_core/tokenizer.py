@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from engine_core.structured_output import TokenizerFacts
 from runner_api.checkpoint import Checkpoint, load_checkpoint
 from runner_api.checkpoint.safetensors_file import read_json
 from runner_api.errors import CheckpointError, EngineError
@@ -66,6 +67,27 @@ class Tokenizer:
             return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
         except (TypeError, UnicodeEncodeError) as e:  # not a str, or one with half a surrogate pair
             raise EngineError("not a text", field="prompt", got=text, expected="a str of Unicode characters") from e
+
+    def encode_bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """Token sequences of words that must not be said, for `SamplingParams.bad_words_token_ids`.
+
+        A word is written in two ways, at the start of a text and behind a space; the second is taken too where it is
+        another token sequence of the same length. Raises `EngineError` for an empty word.
+        """
+        found: list[tuple[int, ...]] = []
+        for word in dict.fromkeys(words):
+            if not isinstance(word, str) or not word.strip():
+                raise EngineError("not a word", field="bad_words", got=word, expected="a text that is not blank")
+            plain, spaced = (tuple(self.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " "))
+            found.append(plain)
+            if spaced[0] != plain[0] and len(spaced) == len(plain):
+                found.append(spaced)
+        return tuple(dict.fromkeys(found))
+
+    def facts(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> TokenizerFacts:
+        """What a library of grammars must know. vocab_size: the model's, which may be larger than the tokenizer's."""
+        special = tuple(i for i, token in self._backend.get_added_tokens_decoder().items() if token.special)
+        return TokenizerFacts(self._backend.to_str(), self.vocab_size, vocab_size, eos_token_ids, special)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ids. Bytes that are not UTF-8 become U+FFFD; ids beyond the vocabulary have no text."""

@@ -6,7 +6,7 @@ Order: device, model, KV cache specs, free memory, KV cache, graphs. Knows the r
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from runner_api import (
@@ -14,6 +14,7 @@ from runner_api import (
     BatchDescriptor,
     CallOrderError,
     DraftTokenIds,
+    EngineError,
     GrammarOutput,
     KVCacheConfig,
     KVCacheSpec,
@@ -24,6 +25,8 @@ from runner_api import (
     SchedulerOutput,
     load_runner,
 )
+from runner_api.loader import decide_layout
+from runner_api.selection import LayoutDecision
 
 # Of the host memory that is free at start-up, for a runner that does not measure its own: the rest is for activations
 # and for whoever else lives on the machine.
@@ -32,11 +35,15 @@ HOST_MEMORY_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """runner: a name, `package.module:factory`, or the factory itself; model: what the runner's `load_model` takes."""
+    """runner: a name, `package.module:factory`, or the factory itself; model: what the runner's `load_model` takes.
+
+    selection: the layout that plans are made for, decided where they are made. None: whatever the worker decides.
+    """
 
     runner: str | RunnerFactory
     model: Any
     runner_config: RunnerConfig = field(default_factory=RunnerConfig)
+    selection: LayoutDecision | None = None
 
 
 class Worker:
@@ -54,8 +61,32 @@ class Worker:
         return self._runner
 
     def init_device(self) -> None:
-        """Build the runner, which takes its device."""
-        self._runner = load_runner(self.config.runner, self.config.runner_config)
+        """Build the runner, which takes its device.
+
+        The choice of the layout is made once more, from what this process sees: its environment, its packages. Raises
+        EngineError if that is another decision than the one that plans are made for, or if the runner has another
+        layout.
+        """
+        c, planned = self.config, self.config.selection
+        if planned is None:
+            self._runner = load_runner(c.runner, c.runner_config)
+            return
+        own = decide_layout(c.runner, c.runner_config)
+        if own.digest != planned.digest:
+            raise EngineError(
+                f"the worker decides otherwise than the engine that plans for it: {own.difference(planned)}",
+                field="layout", got=own.line(), expected=planned.line(),
+                hint="Give both processes the same environment, packages and configuration",
+            )  # fmt: skip
+        runner = load_runner(c.runner, c.runner_config)
+        layout = runner.describe().layout
+        if layout != planned.layout:
+            runner.shutdown()
+            raise EngineError(
+                "the runner has another layout than plans are made for", field="layout", got=layout,
+                expected=planned.line(), hint="Its factory must name its layouts in LAYOUTS, and ask resolve_layout",
+            )  # fmt: skip
+        self._runner = runner
 
     def load_model(self) -> None:
         self.runner.load_model(self.config.model)
@@ -79,7 +110,9 @@ class Worker:
         return self.runner.capture_graphs()
 
     def describe(self) -> RunnerInfo:
-        return self.runner.describe()
+        """Who the runner is. One that has no choice of layouts gets the reason of whoever plans for it."""
+        info = self.runner.describe()
+        return info if info.selection else replace(info, selection=self.config.selection)
 
     def execute_model(self, plan: SchedulerOutput) -> Any:
         return self.runner.execute_model(plan)
