@@ -1,9 +1,10 @@
 """`modelrunner check` and `modelrunner clauses`: who is judged, smoke, clauses by area, lockstep, verdict.
 
-`check --json` prints one object: runner, spec_version, seed, against; smoke (null or text); areas (area to
-{must: [passed, total], should: [passed, total], skipped}); clauses (id to {outcome: pass | fail | skip | untested,
-evaluations, reason, first}); errors ([{where, error}]); counts (how often each kind of step occurred); lockstep (a list
-of {model, dtype, verdict, steps, fields, elements, tokens, near_ties, first}); verdict (AGREE or DIVERGE).
+`check --json` prints one object: runner, layout (of its rows, and the oracle's), spec_version, seed, against; smoke
+(null or text); areas (area to {must: [passed, total], should: [passed, total], skipped}); clauses (id to {outcome: pass
+| fail | skip | untested, evaluations, reason, first}); errors ([{where, error}]); counts (how often each kind of step
+occurred); lockstep (a list of {model, dtype, verdict, steps, fields, elements, tokens, near_ties, near_tie_rate,
+expected_near_ties, near_tie_cap, first}); verdict (AGREE or DIVERGE).
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from typing import Any
 
 import numpy as np
 
+from conformance.certificates import near_ties_text
 from conformance.clauses import Clause, clause, load_clauses
 from conformance.dense import DenseLlama, DenseLogits
 from conformance.driver import KINDS, RandomDriver, draw_size
 from conformance.evaluate import Evaluation, can_run, evaluate
 from conformance.harness import build_runner
+from conformance.layouts import in_layout
 from conformance.lockstep import AGREE, DIVERGE, Lockstep, LockstepResult, TokenPolicy
 from conformance.report import plain_table
 from conformance.smoke import ADVICE, smoke
@@ -33,6 +36,8 @@ STEPS_PER_WORLD = 50
 # A real model costs much more a step; its worlds are small.
 MODEL_CONFIG = {"max_num_reqs": 4, "max_num_batched_tokens": 48, "max_model_len": 64}
 MODEL_BLOCKS, MODEL_PROMPT = 40, 20
+# The second line of the text.
+SHOWN = {"layout": "layout", "spec": "spec_version", "seed": "seed", "against": "against"}
 
 
 def run_check(args: argparse.Namespace) -> int:
@@ -46,25 +51,34 @@ def run_check(args: argparse.Namespace) -> int:
             "the witness model computes in integers", field="--dtype", got=args.dtype, expected="--model beside it",
             hint="Add --model PATH, or leave --dtype out",
         )  # fmt: skip
+    if args.max_near_ties is not None and not 0 <= args.max_near_ties <= 1:
+        raise ConfigError("a rate per token", field="--max-near-ties", got=args.max_near_ties, expected="0 .. 1")
     dtype = args.dtype or "float32"
-    runner, oracle = load_factory(args.runner), load_factory(args.against)
-    call_factory(oracle, RunnerConfig(max_num_reqs=2))
+    runner = load_factory(args.runner) if args.layout is None else in_layout(args.runner, args.layout)
     info = call_factory(runner, RunnerConfig(max_num_reqs=2)).describe()
+    oracle = in_layout(args.against, info.layout)
+    call_factory(oracle, RunnerConfig(max_num_reqs=2))
     report: dict[str, Any] = {
-        "runner": info.line(), "spec_version": SPEC_VERSION, "seed": args.seed, "against": args.against,
+        "runner": info.line(), "layout": info.layout, "spec_version": SPEC_VERSION, "seed": args.seed,
+        "against": args.against,
         "smoke": smoke(runner), "areas": {}, "clauses": {}, "errors": [], "counts": {}, "lockstep": [],
     }  # fmt: skip
     if report["smoke"] is None:
-        evaluation = evaluate(runner, seeds=(args.seed, args.seed + 1, args.seed + 2), oracle=oracle)
-        _add_clauses(report, evaluation)
-        results = [("witness", lockstep_on_worlds(runner, oracle, args.steps, args.seed))]
+        agreed = True
+        if not args.lockstep_only:
+            seeds = (args.seed, args.seed + 1, args.seed + 2)
+            evaluation = evaluate(runner, seeds=seeds, oracle=oracle, layout=info.layout)
+            _add_clauses(report, evaluation)
+            agreed = evaluation.passed
+        most = args.max_near_ties
+        results = [("witness", lockstep_on_worlds(runner, oracle, args.steps, args.seed, max_near_ties=most))]
         if args.model:
-            result = lockstep_on_model(runner, oracle, args.model, args.steps, args.seed, dtype)
+            result = lockstep_on_model(runner, oracle, args.model, args.steps, args.seed, dtype, max_near_ties=most)
             results.append((args.model, result))
         report["lockstep"] = [_lockstep_entry(name, result) for name, result in results]
         if args.model:
             report["lockstep"][1]["dtype"] = dtype
-        agreed = evaluation.passed and all(result.verdict == AGREE for _, result in results)
+        agreed = agreed and all(result.verdict == AGREE for _, result in results)
     else:
         agreed = False
     report["verdict"] = AGREE if agreed else DIVERGE
@@ -80,8 +94,8 @@ def run_clauses(args: argparse.Namespace) -> int:
         clause(start)  # raises, with the nearest ids
     if args.json:
         entries = [
-            {"id": c.id, "level": c.level, "since": c.since, "requires": list(c.missing(frozenset())), "law": c.law,
-             "source": c.source}
+            {"id": c.id, "level": c.level, "layout": c.layout, "since": c.since,
+             "requires": list(c.missing(frozenset())), "law": c.law, "source": c.source}
             for c in chosen
         ]  # fmt: skip
         print(json.dumps(entries, indent=2))
@@ -95,32 +109,38 @@ def run_clauses(args: argparse.Namespace) -> int:
 
 
 def lockstep_on_worlds(
-    runner: RunnerFactory, oracle: RunnerFactory, steps: int, seed: int, lag: int | None = None
-) -> LockstepResult:
+    runner: RunnerFactory, oracle: RunnerFactory, steps: int, seed: int, lag: int | None = None,
+    max_near_ties: float | None = None,
+) -> LockstepResult:  # fmt: skip
     """Witness-model worlds of every kind in turn, until `steps` steps agree or one does not.
 
-    lag None: alternate between taking outputs at once and a step late, where the runner offers it.
+    lag None: alternate between taking outputs at once and a step late, where the runner offers it. The oracle records
+    its logits, which are the candidate's too, so that a token may be a near tie by its certificate.
     """
-    offered = call_factory(runner, RunnerConfig(max_num_reqs=2)).describe().capabilities
+    info = call_factory(runner, RunnerConfig(max_num_reqs=2)).describe()
+    offered = info.capabilities
     kinds = [k for k in KINDS if can_run(k, offered)]
     total, number = LockstepResult(), 0
     while total.steps < steps and total.first is None:
         random = np.random.default_rng([seed, 1000 + number])
         late = number % 2 if Capability.ASYNC_OUTPUT in offered else 0
-        size = draw_size(kinds[number % len(kinds)], random)
+        size = draw_size(kinds[number % len(kinds)], random, offered=offered, layout=info.layout)
         candidate, cache = build_runner(runner, size.model, size.config, size.num_blocks)
-        reference, _ = build_runner(oracle, size.model, size.config, size.num_blocks)
+        with_logits = replace(size.config, record=frozenset({"logits"}))
+        reference, _ = build_runner(oracle, size.model, with_logits, size.num_blocks)
         world = PlanWorld(size.config, cache, size.model.vocab_size)
-        lockstep = Lockstep(candidate, reference, lag=late if lag is None else lag, result=total)
+        policy = TokenPolicy(max_near_ties=max_near_ties)
+        lockstep = Lockstep(candidate, reference, policy, late if lag is None else lag, total)
         _drive(lockstep, world, RandomDriver(random, offered), min(STEPS_PER_WORLD, steps - total.steps))
         number += 1
     return total
 
 
 def lockstep_on_model(
-    runner: RunnerFactory, oracle: RunnerFactory, model: str, steps: int, seed: int, dtype: str = "float32"
-) -> LockstepResult:
-    """One world on a real model, with token prompts drawn from its vocabulary; tokens under certified near ties.
+    runner: RunnerFactory, oracle: RunnerFactory, model: str, steps: int, seed: int, dtype: str = "float32",
+    max_near_ties: float | None = None,
+) -> LockstepResult:  # fmt: skip
+    """One world on a real model, with token prompts drawn from its vocabulary; every token is certified.
 
     The oracle computes in float32, or float64 for a float64 candidate. For half-precision candidates the logit error
     is bounded by that of an independent dense run in the same format (conformance/dense.py).
@@ -128,11 +148,11 @@ def lockstep_on_model(
     from runner_api.checkpoint import load_checkpoint, resolve_model
 
     checkpoint = load_checkpoint(resolve_model(model))
-    config = RunnerConfig(**MODEL_CONFIG, record=frozenset({"logits"}), dtype=dtype)
-    policy = TokenPolicy(exact=False)
+    layout = call_factory(runner, RunnerConfig(max_num_reqs=2)).describe().layout
+    config = RunnerConfig(**MODEL_CONFIG, record=frozenset({"logits"}), dtype=dtype, layout=layout)
     half = dtype in ("float16", "bfloat16")
-    if half:
-        policy = TokenPolicy(exact=False, dense=DenseLogits(DenseLlama(checkpoint, dtype)))
+    dense = DenseLogits(DenseLlama(checkpoint, dtype)) if half else None
+    policy = TokenPolicy(exact=False, dense=dense, max_near_ties=max_near_ties)
     candidate, cache = build_runner(runner, checkpoint, config, MODEL_BLOCKS)
     reference, _ = build_runner(oracle, checkpoint, replace(config, dtype="float32" if half else dtype), MODEL_BLOCKS)
     world = PlanWorld(config, cache, checkpoint.config.vocab_size)
@@ -148,7 +168,7 @@ def lockstep_on_model(
 def _drive(lockstep: Lockstep, world: PlanWorld, driver: RandomDriver, steps: int) -> None:
     for _ in range(steps):
         step = driver.next_step(world)
-        record = lockstep.step(step.plan, step.descriptor, step.forced)
+        record = lockstep.step(step.plan, step.descriptor, step.forced, step.grammar)
         if record is None:
             return
         world.observe(record.tokens(), step.drafts_held())
@@ -189,30 +209,38 @@ def _lockstep_entry(model: str, result: LockstepResult) -> dict[str, Any]:
     return {
         "model": model, "dtype": None, "verdict": result.verdict, "steps": result.steps, "fields": result.fields,
         "elements": result.elements, "tokens": result.tokens, "near_ties": result.near_ties,
+        "near_tie_rate": result.near_ties / max(result.tokens, 1), "expected_near_ties": result.expected_near_ties,
+        "near_tie_cap": result.near_tie_cap,
         "first": None if result.first is None else str(result.first),
     }  # fmt: skip
 
 
 def _text(report: dict[str, Any]) -> Iterator[str]:
-    yield f"{report['runner']}\nspec={report['spec_version']} seed={report['seed']} against={report['against']}"
+    yield report["runner"]
+    yield " ".join(f"{key}={report[name]}" for key, name in SHOWN.items())
     if report["smoke"] is not None:
         yield f"\nsmoke: FAILED in the step: {report['smoke']}\n{ADVICE}\n\nverdict: {DIVERGE}"
         return
     yield "smoke: ok\n"
-    lines = [["area", "MUST", "SHOULD", "skipped"]]
-    for name, area in report["areas"].items():
-        cells = ["{}/{}".format(*area[level]) if area[level][1] else "-" for level in ("must", "should")]
-        lines.append([name, *cells, str(area["skipped"] or "-")])
-    yield plain_table(lines)
+    if report["areas"]:
+        lines = [["area", "MUST", "SHOULD", "skipped"]]
+        for name, area in report["areas"].items():
+            cells = ["{}/{}".format(*area[level]) if area[level][1] else "-" for level in ("must", "should")]
+            lines.append([name, *cells, str(area["skipped"] or "-")])
+        yield plain_table(lines)
     yield from _exceptions(report)
     for entry in report["lockstep"]:
         where = f"{entry['model']} in {entry['dtype']}" if entry["dtype"] else entry["model"]
         yield (
             f"\nlockstep on {where}: {entry['verdict']} steps={entry['steps']} elements={entry['elements']} "
-            f"tokens={entry['tokens']} near_ties={entry['near_ties']}"
+            f"tokens={entry['tokens']} "
+            + near_ties_text(entry["near_ties"], entry["tokens"], entry["expected_near_ties"], entry["near_tie_cap"])
         )
         if entry["first"]:
             yield f"first divergence: {entry['first']}"
+    if not report["areas"]:
+        yield f"\nverdict: {report['verdict']} (lockstep alone: no clause was asked)"
+        return
     must = [sum(area["must"][i] for area in report["areas"].values()) for i in (0, 1)]
     should = [sum(area["should"][i] for area in report["areas"].values()) for i in (0, 1)]
     counts = report["counts"]

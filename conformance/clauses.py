@@ -13,6 +13,7 @@ from functools import cache
 from importlib.resources import files
 
 from runner_api import Capability, ConfigError, UnknownNameError
+from runner_api.config import LAYOUTS
 
 LEVELS = ("MUST", "SHOULD", "MAY")
 _ID = re.compile(r"MR-([A-Z]+)-\d{3}")
@@ -20,7 +21,7 @@ _ID = re.compile(r"MR-([A-Z]+)-\d{3}")
 
 @dataclass(frozen=True, slots=True)
 class Clause:
-    """One sentence, and what a runner must offer for it to apply."""
+    """One sentence, and what a runner must offer for it to apply. layout: of rows, where it holds for one alone."""
 
     id: str
     level: str
@@ -29,6 +30,7 @@ class Clause:
     law: str
     source: str
     until: str | None = None
+    layout: str | None = None
 
     @property
     def area(self) -> str:
@@ -36,8 +38,10 @@ class Clause:
         return self.id.split("-")[1]
 
     def missing(self, offered: frozenset[Capability]) -> tuple[str, ...]:
-        """Names of required capabilities that are not offered, sorted."""
-        return tuple(sorted(c.value for c in self.requires - offered))
+        """Names of required capabilities that are not offered, sorted; and the layout, if the runner has the other."""
+        dense = Capability.DENSE_LAYOUT in offered
+        wrong = [f"{self.layout}_layout"] if self.layout == ("slots" if dense else "dense") else []
+        return tuple(sorted([*(c.value for c in self.requires - offered), *wrong]))
 
 
 @cache
@@ -51,6 +55,8 @@ def load_clauses() -> dict[str, Clause]:
             raise ConfigError("clause id", field="clauses.toml", got=clause_id, expected="MR-<AREA>-<NNN>, once")
         if entry["level"] not in LEVELS:
             raise UnknownNameError("level", entry["level"], LEVELS, field=clause_id)
+        if entry.get("layout", "slots") not in LAYOUTS:
+            raise UnknownNameError("layout", entry["layout"], LAYOUTS, field=clause_id)
         requires = frozenset(Capability(name) for name in entry.pop("requires"))
         found[clause_id] = Clause(requires=requires, **entry)
     return found

@@ -26,6 +26,12 @@ def check(subparsers: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--steps", type=int, default=200, help="steps of the lockstep run (default: 200)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the generated plans (default: 0)")
+    parser.add_argument(
+        "--max-near-ties", type=float, metavar="RATE",
+        help="most near ties per token (default: ten times what rounding makes likely, and 3)",
+    )  # fmt: skip
+    parser.add_argument("--layout", choices=("slots", "dense"), help="of the runner's rows (default: its own choice)")
+    parser.add_argument("--lockstep-only", action="store_true", help="leave the clauses out")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(run=_check)
 
@@ -51,8 +57,9 @@ def replay(subparsers: Any) -> None:
     parser.add_argument("--runner", default="cpu", help="an installed runner, or package.module:factory (default: cpu)")
     parser.add_argument("--model", metavar="PATH", help="the recorded model (default: checkpoints/NAME by the file)")
     parser.add_argument(
-        "--logits", choices=("auto", "recorded", "model"), default="auto",
-        help="draw from FILE's NAME_logits.npz or from the model (default: recorded logits where they exist)",
+        "--logits", metavar="SOURCE", default="auto",
+        help="draw from FILE's NAME_logits.npz (recorded), from another such file (its path), or from the model "
+        "(model); default: recorded logits where they exist",
     )  # fmt: skip
     parser.add_argument("--steps", type=int, metavar="N", help="only the first N steps")
     parser.add_argument(
@@ -60,6 +67,7 @@ def replay(subparsers: Any) -> None:
         help="what the runner computes in (default: float32, as recorded)",
     )  # fmt: skip
     parser.add_argument("--device", default="auto", help="where the runner runs (default: auto)")
+    parser.add_argument("--layout", choices=("slots", "dense"), help="of the runner's rows (default: as recorded)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(run=_replay)
 
@@ -73,6 +81,7 @@ def mutants(subparsers: Any) -> None:
     )
     parser.add_argument("--runner", default="cpu", help="whose mutants (default: cpu)")
     parser.add_argument("--only", metavar="ID", help="this mutant alone")
+    parser.add_argument("--layout", choices=("slots", "dense"), help="only those of this layout of rows")
     parser.add_argument("--jobs", type=int, metavar="N", help="processes (default: one per core)")
     parser.add_argument("--json", action="store_true", help="print one JSON object with the kill matrix")
     parser.set_defaults(run=_mutants)
@@ -121,6 +130,23 @@ def demo(subparsers: Any) -> None:
     parser.set_defaults(run=_demo)
 
 
+def bench(subparsers: Any) -> None:
+    """`modelrunner bench`: what a runner's own work costs, with a model that does nothing."""
+    from conformance.bench import arguments as a
+
+    parser = subparsers.add_parser("bench", help="measure what a runner itself costs, with a model that does nothing")
+    actions = parser.add_subparsers(title="experiments", metavar="EXPERIMENT", required=True)
+    for name, text, epilog, add_arguments, run in (
+        ("persistence", a.PERSISTENCE, a.PERSISTENCE_JSON, a.persistence_arguments, _bench_persistence),
+        ("host", a.HOST, a.HOST_JSON, a.host_arguments, _bench_host),
+    ):
+        action = actions.add_parser(
+            name, help=text, description=text, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        add_arguments(action)
+        action.set_defaults(run=run)
+
+
 def _check(args: argparse.Namespace) -> int:
     from conformance.check import run_check
 
@@ -155,3 +181,15 @@ def _demo(args: argparse.Namespace) -> int:
     from conformance.demo import run_demo
 
     return run_demo(args)
+
+
+def _bench_persistence(args: argparse.Namespace) -> int:
+    from conformance.bench.persistence_report import run_persistence
+
+    return run_persistence(args)
+
+
+def _bench_host(args: argparse.Namespace) -> int:
+    from conformance.bench.host import run_host
+
+    return run_host(args)

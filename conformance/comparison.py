@@ -21,7 +21,7 @@ LOGITS_FIELDS = frozenset({"logits_indices", "expanded_idx_mapping", "expanded_l
 REQUEST_FIELDS = frozenset(
     {
         "req_ids", "idx_mapping", "seq_lens", "block_tables", "seeds", "draft_token_ids", "token_ids", "num_sampled",
-        "num_rejected", "forced_token_ids", "logprob_token_ids", "logprobs", "ranks",
+        "num_rejected", "faults", "forced_token_ids", "logprob_token_ids", "logprobs", "ranks",
     }
 )  # fmt: skip
 # Boundaries: entry i + 1 is where request i ends.

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from conformance.dense_rows import DenseRowTracker
 from conformance.planned_step import RequestTruth, StepTruth
 from runner_api import (
     BatchDescriptor,
     Capability,
+    GrammarOutput,
     KVCacheConfig,
     ModelRunnerOutput,
     RunnerConfig,
@@ -125,7 +127,8 @@ class StepContext:
     kv_cache_config: KVCacheConfig
     model: WitnessConfig
     capabilities: frozenset[Capability]
-    rows: RowTracker
+    rows: RowTracker | DenseRowTracker
+    grammar: GrammarOutput | None = None
 
     @property
     def num_reqs(self) -> int:

@@ -109,7 +109,13 @@ class _Demo:
     def witness(self, factory: str | RunnerFactory) -> None:
         """A model of integers whose tokens show every index; with random draws, since its logits are exact."""
         self.say("\nthe witness model: integers only, so every token must be the same")
-        params = [SamplingParams(temperature=t, seed=7, max_tokens=6) for t in (0.0, 0.8)]
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=6, logprobs=2, repetition_penalty=1.3, min_tokens=3),
+            SamplingParams(
+                temperature=0.8, seed=7, max_tokens=6, top_k=30, top_p=0.9, min_p=0.01, presence_penalty=0.5,
+                logit_bias={5: 1.5}, bad_words_token_ids=((3, 1), (4,)), allowed_token_ids=tuple(range(50)),
+            ),
+        ]  # fmt: skip
         build = self._build(factory, TokenPolicy(exact=True), None)
         with LLM(WitnessConfig(), build, max_num_reqs=8, max_model_len=64, max_num_batched_tokens=16) as llm:
             llm.generate(list(WITNESS_PROMPTS), params)
@@ -157,21 +163,22 @@ class _Demo:
         )
 
     def verdict(self) -> int:
-        """Tell what each kernel was launched for, then the verdict; a kernel that never ran was not compared."""
+        """Tell what each kernel was launched for, then the verdict. A kernel that never ran was not compared; a runner
+        whose kernels never ran at all was not compared either."""
         total = LockstepResult()
         for pair in self.pairs:
-            result = pair.lockstep.finish()
-            for name in ("steps", "fields", "elements", "tokens", "near_ties"):
-                setattr(total, name, getattr(total, name) + getattr(result, name))
-            total.first = total.first or result.first
+            total.add(pair.lockstep.finish())
         counted = kernel_launches(self.pairs[-1].candidate) if self.pairs else {}
         launches = {name.strip("_"): n - self._launched_before.get(name, 0) for name, n in sorted(counted.items())}
-        idle = [name for name, count in launches.items() if count == 0] if total.first is None else []
-        verdict = DIVERGE if idle else total.verdict
-        self.say(*(f"launches of {name:45} {count:6}" for name, count in launches.items()))
-        if idle:
-            self.say(f"verdict: {DIVERGE} never launched, so not compared: {', '.join(idle)}")
+        idle = [name for name, count in launches.items() if count == 0]
+        nothing_ran = bool(launches) and len(idle) == len(launches) and total.first is None
+        verdict = DIVERGE if nothing_ran else total.verdict
+        self.say(*(f"launches of {name:45} {count:6}" for name, count in launches.items() if count))
+        if nothing_ran:
+            self.say(f"verdict: {DIVERGE} no kernel was launched, so nothing of them was compared")
         else:
+            if idle:
+                self.say(f"not asked for by these requests, so not compared: {', '.join(idle)}")
             self.say(total.line())
         if self.args.json:
             print(json.dumps(self._json(total, launches, verdict), indent=2, default=str))

@@ -5,16 +5,29 @@ The same seed gives the same plans for any runner, as long as the tokens told to
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from conformance.planned_step import PlannedStep, WorldRequest
 from conformance.world import GREEDY, PlanWorld
-from runner_api import Capability, ForcedStep, RunnerConfig, SamplingParams, WitnessConfig, WitnessGroup
+from runner_api import (
+    Capability,
+    ForcedStep,
+    GrammarOutput,
+    ReasoningConfig,
+    RunnerConfig,
+    SamplingParams,
+    StructuredOutputsParams,
+    WitnessConfig,
+    WitnessGroup,
+)
+from runner_api.config import LOGPROBS_MODES
 
-# What the requests of a world may ask for, each with the capabilities it needs (read off the parameters themselves).
-PALETTE = (
+# What the requests of a world may ask for, each with the capabilities it needs (read off the parameters themselves):
+# the shape of the distribution alone, and everything else that a sampler does, one by one and mixed.
+PLAIN = (
     GREEDY,
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=0.7, top_k=5),
@@ -24,6 +37,35 @@ PALETTE = (
     SamplingParams(temperature=1.5, logprobs=1),
     SamplingParams(temperature=1.0, top_k=1, logprobs=0),
 )
+FORM = StructuredOutputsParams(regex="[a-z]*")
+PAIRS = tuple((v, (7 * v + 3) % 40) for v in range(40))
+RICH = (
+    SamplingParams(temperature=0.0, presence_penalty=2.0, frequency_penalty=0.5),
+    SamplingParams(temperature=1.0, repetition_penalty=1.4, frequency_penalty=-0.3, top_p=0.9),
+    SamplingParams(temperature=0.9, logit_bias={3: 4.0, 17: -6.0, 40: 2.5}, min_p=0.05),
+    SamplingParams(temperature=0.0, allowed_token_ids=(1, 2, 3, 5, 8, 13, 21, 34)),
+    SamplingParams(temperature=1.0, min_tokens=4, stop_token_ids=tuple(range(0, 32, 3)), top_k=40),
+    SamplingParams(temperature=1.0, bad_words_token_ids=((2,), *PAIRS)),
+    SamplingParams(temperature=0.8, thinking_token_budget=2),
+    SamplingParams(temperature=1.2, trace_decode_token_ids=(4, 9, 2, 7, 1)),
+    SamplingParams(temperature=0.0, trace_decode_token_ids=(8, 8), logprobs=2),
+    SamplingParams(temperature=1.0, structured_outputs=FORM),
+    SamplingParams(temperature=0.0, logprob_token_ids=(1, 40, 7)),
+    SamplingParams(temperature=0.0, prompt_logprobs=2),
+    SamplingParams(temperature=1.0, prompt_logprobs=0, logprobs=-1),
+    SamplingParams(
+        temperature=0.6, top_k=30, top_p=0.95, min_p=0.01, presence_penalty=0.4, frequency_penalty=0.7,
+        repetition_penalty=1.2, logit_bias={3: 4.0, 5: -3.0}, min_tokens=3, stop_token_ids=(3, 40),
+        bad_words_token_ids=PAIRS, thinking_token_budget=4, structured_outputs=FORM,
+    ),
+    SamplingParams(
+        temperature=1.4, allowed_token_ids=tuple(range(0, 41, 2)), logit_bias={2: 3.0, 4: 3.0, 7: 9.0},
+        repetition_penalty=0.7, presence_penalty=-1.0, top_p=0.8, logprobs=2,
+    ),
+)  # fmt: skip
+PALETTE = (*PLAIN, *RICH)
+# Markers of one token stand in many a random prompt.
+REASONING = ReasoningConfig((7,), (9, 10), (10,))
 KINDS = ("plain", "groups", "tiny", "wide", "drafts")
 
 
@@ -36,11 +78,35 @@ class WorldSize:
     num_blocks: int
 
 
-def draw_size(kind: str, random: np.random.Generator, record: frozenset[str] = frozenset()) -> WorldSize:
+def palette(
+    offered: frozenset[Capability], config: RunnerConfig, vocab_size: int, entries: Sequence[SamplingParams] = PALETTE
+) -> list[SamplingParams]:
+    """What requests may ask of a runner of these capabilities, built with this configuration.
+
+    Where drafts may be scheduled nobody asks for log probabilities or replays a trace: they exclude each other in a
+    step.
+    """
+    drafts = config.num_speculative_tokens > 0
+    return [
+        p
+        for p in entries
+        if p.required_capabilities() <= offered
+        and not (drafts and (p.logprobs, p.logprob_token_ids, p.trace_decode_token_ids) != (None, None, None))
+        and (p.thinking_token_budget is None or config.reasoning is not None)
+        and vocab_size > 40  # the largest id that an entry names
+    ]
+
+
+def draw_size(
+    kind: str, random: np.random.Generator, record: frozenset[str] = frozenset(),
+    offered: frozenset[Capability] = frozenset(), layout: str = "slots",
+) -> WorldSize:  # fmt: skip
     """Sizes of one world on the witness model.
 
     plain: one group, few rows, blocks scarce. groups: two groups with different block sizes, the second windowed, free
     rows in a permuted order. tiny: blocks of one token. wide: up to 64 rows, large blocks. drafts: imposed outcomes.
+    offered: with it the world has markers of thinking, and log probabilities of any mode. layout: of the rows; dense
+    ones have no order in which they are free, and may be reordered.
     """
     window = None
     if kind == "plain":
@@ -57,9 +123,15 @@ def draw_size(kind: str, random: np.random.Generator, record: frozenset[str] = f
         sizes, rows, length, drafts = (int(random.choice([2, 4, 8])),), int(random.integers(3, 7)), 64, 3
     groups = tuple(WitnessGroup(s, window if g else None) for g, s in enumerate(sizes))
     free_rows = None if kind == "plain" else tuple(int(i) for i in random.permutation(rows))
+    threshold = None
+    if layout == "dense":
+        free_rows, threshold = None, [None, 1, 4][int(random.integers(3))]
     config = RunnerConfig(
+        layout=layout, reorder_batch_threshold=threshold,
         max_num_reqs=rows, max_num_batched_tokens=max(4 * rows, 24), max_model_len=length,
         num_speculative_tokens=drafts, initial_free_rows=free_rows, record=record,
+        reasoning=REASONING if Capability.THINKING_BUDGET in offered else None,
+        logprobs_mode=LOGPROBS_MODES[int(random.integers(4)) if Capability.LOGPROBS in offered else 0],
     )  # fmt: skip
     # About a third of what full rows would take: the pool must run dry now and then.
     per_request = sum(-(-length // s) for s in sizes)
@@ -79,7 +151,9 @@ class RandomDriver:
         max_prompt: int | None = None, churn: float = 0.06, padding: float = 0.4,
     ) -> None:  # fmt: skip
         self.random = np.random.default_rng(seed)
-        self.palette = [p for p in PALETTE if p.required_capabilities() <= capabilities]
+        self.capabilities = capabilities
+        # What requests may ask for, worked out once a world: its configuration, plain entries, rich ones.
+        self._asked: tuple[RunnerConfig, list[SamplingParams], list[SamplingParams]] | None = None
         self.pads = Capability.PADDED_BATCH in capabilities
         self.max_prompt = max_prompt
         self.churn = churn
@@ -98,8 +172,8 @@ class RandomDriver:
             world.add(self._prompt(world), 0, self._params(world), self._seed())
         step = world.close(*self._padding(world))
         if world.config.num_speculative_tokens and step.plan.total_num_scheduled_tokens:
-            step = PlannedStep(step.plan, step.descriptor, step.truth, draw_outcome(world, step, random))
-        return step
+            step = replace(step, forced=draw_outcome(world, step, random))
+        return replace(step, grammar=draw_masks(world, step, random))
 
     # -- the parts of a plan ----------------------------------------------------------------------------------
 
@@ -111,11 +185,15 @@ class RandomDriver:
             if world.room(request) < 1 or random.random() < (0.3 if old else self.churn):
                 world.finish(req_id)
             elif random.random() < self.churn:
-                world.preempt(req_id)
+                world.preempt(req_id, told=self._told(world))
         if random.random() < self.churn:
             known = [*world.running, *world.waiting]
             unknown = random.random() < 0.5 or not known
             world.abort(f"ghost-{random.integers(99)}" if unknown else known[int(random.integers(len(known)))])
+
+    def _told(self, world: PlanWorld) -> bool:
+        """Whether a plan lists a preemption; with dense rows it need not."""
+        return not world.dense or self.random.random() < 0.5
 
     def _resume_some(self, world: PlanWorld) -> None:
         for req_id in list(world.waiting):
@@ -127,20 +205,22 @@ class RandomDriver:
     def _extend(self, world: PlanWorld) -> None:
         random = self.random
         for request in world.unscheduled():
-            if not world.budget:
+            if not world.budget or (world.dense and not world.free_rows):
                 return
-            if random.random() < 0.1 or request.req_id not in world.running:
+            if random.random() < (0.25 if world.dense else 0.1) or request.req_id not in world.running:
                 continue
             drafts = self._num_drafts(world, request)
             if world.schedule(request.req_id, self._chunk(world), drafts):
                 continue
             # No block is left: the youngest request that the plan does not need yet gives its own back.
             victims = [r for r in world.removable() if r != request.req_id]
-            if victims and world.preempt(victims[-1]):
+            if victims and world.preempt(victims[-1], told=self._told(world)):
                 world.schedule(request.req_id, 1)
 
     def _add_some(self, world: PlanWorld) -> None:
         random = self.random
+        if world.dense and random.random() < 0.5:
+            return  # whoever left leaves a hole
         while world.free_rows and world.budget and random.random() < 0.7:
             sources, kind = world.hit_sources(), random.random()
             params, seed, chunk = self._params(world), self._seed(), self._chunk(world)
@@ -172,9 +252,13 @@ class RandomDriver:
         return int(self.random.integers(1, max(world.config.max_num_batched_tokens // 2, 2)))
 
     def _params(self, world: PlanWorld) -> SamplingParams:
-        """Where drafts may be scheduled nobody asks for log probabilities: the two exclude each other in a step."""
-        drafts = world.config.num_speculative_tokens > 0
-        choice = [p for p in self.palette if not (drafts and p.logprobs is not None)]
+        if self._asked is None or self._asked[0] is not world.config:
+            plain, rich = (
+                palette(self.capabilities, world.config, world.vocab_size, entries) for entries in (PLAIN, RICH)
+            )
+            self._asked = world.config, plain or [GREEDY], rich
+        _, plain, rich = self._asked
+        choice = rich if rich and self.random.random() < 0.5 else plain
         return choice[int(self.random.integers(len(choice)))]
 
     def _seed(self) -> int:
@@ -208,3 +292,17 @@ def draw_outcome(world: PlanWorld, step: PlannedStep, random: np.random.Generato
             token_ids[i, :accepted] = truth.drafts[:accepted]
             num_sampled[i] = 1 + accepted
     return ForcedStep(token_ids, num_sampled, random.integers(0, world.vocab_size, (rows, k)))
+
+
+def draw_masks(world: PlanWorld, step: PlannedStep, random: np.random.Generator) -> GrammarOutput | None:
+    """Masks for most of the sampling requests that ask for a form, in an order of their own; None if there are none.
+
+    Every mask row is random, those of drafts that are not there and bits past the vocabulary included.
+    """
+    asking = [r for r, t in step.truth.requests.items() if t.samples and t.request.params.structured_outputs]
+    owners = [r for r in asking if random.random() < 0.8]
+    if not owners:
+        return None
+    random.shuffle(owners)
+    count, width = len(owners) * (1 + world.config.num_speculative_tokens), -(-world.vocab_size // 32)
+    return GrammarOutput(owners, random.integers(-(2**31), 2**31, (count, width)).astype(np.int32))

@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 # These register their laws; the order of imports is the order in which laws are asked.
+import conformance.laws_dense
 import conformance.laws_inputs
 import conformance.laws_memory
+import conformance.laws_sampling
 import conformance.laws_values  # noqa: F401
 from conformance.clauses import Clause, load_clauses
 from conformance.context import Mismatch, RowTracker, StepContext
+from conformance.dense_rows import DenseRowTracker
 from conformance.driver import KINDS, RandomDriver, WorldSize, draw_size
 from conformance.harness import build_runner
 from conformance.laws import LAWS, Law
-from conformance.laws_inputs import rows_follow_the_stack
+from conformance.laws_inputs import rows_follow_their_rules
+from conformance.layouts import InLayout, in_layout
 from conformance.planned_step import PlannedStep
 from conformance.probes import PROBES, Bench
 from conformance.world import PlanWorld
@@ -95,28 +99,55 @@ class Evaluation:
 
 def evaluate(
     runner: str | RunnerFactory, *, seeds: Sequence[int] = (0, 1, 2), steps: int = 40,
-    oracle: str | RunnerFactory = "cpu",
+    oracle: str | RunnerFactory = "cpu", probes_first: bool = False, enough: Callable[[Evaluation], bool] | None = None,
+    layout: str | None = None,
 ) -> Evaluation:  # fmt: skip
-    """Judge `runner` on worlds of every kind it can run, `steps` steps of each kind and seed, and by every probe."""
-    runner, oracle = load_factory(runner), load_factory(oracle)
+    """Judge `runner` on worlds of every kind it can run, `steps` steps of each kind and seed, and by every probe.
+
+    enough: asked after each world and each probe whether to leave it at that; what was not tested by then makes
+    no pass. layout: of the rows, on both sides; None: the one that the runner takes by itself.
+    """
+    runner = load_factory(runner) if layout is None else in_layout(runner, layout)
     info = call_factory(runner, RunnerConfig(max_num_reqs=2)).describe()
+    oracle = in_layout(oracle, info.layout)
+    bench = Bench(runner, info.capabilities)
+    if info.layout == "dense":
+        bench = Bench(InLayout(runner, "dense", stories=True), info.capabilities)
     result = Evaluation(info, skipped=_skipped(load_clauses().values(), info.capabilities))
+    parts = [_worlds(runner, oracle, seeds, steps, result), _probes(bench, result)]
+    for part in reversed(parts) if probes_first else parts:
+        for _ in part:
+            if enough is not None and enough(result):
+                return result
+    return result
+
+
+def _worlds(
+    runner: RunnerFactory, oracle: RunnerFactory, seeds: Sequence[int], steps: int, result: Evaluation
+) -> Iterator[None]:
+    """Run the worlds one by one; comes back after each."""
     for seed in seeds:
         for kind in KINDS:
-            if can_run(kind, info.capabilities):
-                for part in range(-(-steps // STEPS_PER_WORLD)):
-                    entropy = [seed, KINDS.index(kind), part]
-                    world = (runner, oracle, kind, entropy, min(STEPS_PER_WORLD, steps), result)
-                    # A crash over poisoned memory says that something was read, not what: without poison the laws may.
-                    if not _run_world(*world, poison=True):
-                        _run_world(*world, poison=False)
-    bench = Bench(runner, info.capabilities)
+            if not can_run(kind, result.info.capabilities):
+                continue
+            for part in range(-(-steps // STEPS_PER_WORLD)):
+                entropy = [seed, KINDS.index(kind), part]
+                world = (runner, oracle, kind, entropy, min(STEPS_PER_WORLD, steps), result)
+                # A crash over poisoned memory, or where KV is collected by a table that has gone wrong, says that
+                # something was read, not what: without poison and without KV the laws may.
+                if not _run_world(*world, poison=True):
+                    _run_world(*world, poison=False)
+                yield
+
+
+def _probes(bench: Bench, result: Evaluation) -> Iterator[None]:
+    """Run the probes one by one; comes back after each."""
     for probe in PROBES:
         try:
             result.note(probe(bench))
         except Exception as e:
             result.errors.append(EvaluationError(probe.__name__, repr(e), traceback.format_exc()))
-    return result
+        yield
 
 
 def _skipped(clauses: Iterable[Clause], offered: frozenset[Capability]) -> dict[str, tuple[str, ...]]:
@@ -144,7 +175,9 @@ def _run_world(
 ) -> bool:  # fmt: skip
     """Run one world on fresh runners; False if the candidate raised where it must not."""
     random = np.random.default_rng(entropy)
-    size = draw_size(kind, random, record_parts(result.info.capabilities))
+    offered = result.info.capabilities
+    parts = record_parts(offered) if poison else record_parts(offered) - {"kv"}
+    size = draw_size(kind, random, parts, offered, result.info.layout)
     where = f"world {kind}"
     errors = len(result.errors)
     try:
@@ -156,8 +189,8 @@ def _run_world(
     reference, _ = build_runner(oracle, size.model, oracle_config, size.num_blocks)
     order = random.permutation(np.arange(1, size.num_blocks)).tolist()
     world = PlanWorld(size.config, kv_cache_config, size.model.vocab_size, order)
-    driver = RandomDriver(random, result.info.capabilities)
-    judge = StepJudge(candidate, reference, size, kv_cache_config, result.info.capabilities)
+    driver = RandomDriver(random, offered)
+    judge = StepJudge(candidate, reference, size, kv_cache_config, offered)
     for number in range(steps):
         step = driver.next_step(world)
         try:
@@ -177,6 +210,11 @@ def _run_world(
     return len(result.errors) == errors
 
 
+def row_tracker(config: RunnerConfig) -> RowTracker | DenseRowTracker:
+    """What follows the rows of this layout."""
+    return DenseRowTracker.start(config) if config.layout == "dense" else RowTracker.start(config)
+
+
 class StepJudge:
     """One candidate and one oracle on the same plans, and the laws on each step."""
 
@@ -186,7 +224,10 @@ class StepJudge:
     ) -> None:  # fmt: skip
         self.candidate, self.oracle = candidate, oracle
         self.size, self.kv_cache_config, self.capabilities = size, kv_cache_config, capabilities
-        self.rows = RowTracker.start(size.config)
+        self.rows = row_tracker(size.config)
+        # Clauses of the other layout: their laws would misread these rows.
+        here = (None, size.config.layout or "slots")
+        self.elsewhere = {c.id for c in load_clauses().values() if c.layout not in here}
         self.clean = True  # no index law has failed so far
         self.record: StepRecord | None = None
         self.reference: StepRecord | None = None
@@ -204,7 +245,7 @@ class StepJudge:
         done = self.candidate.execute_model(step.plan, descriptor=step.descriptor)
         self.output = self.output_again = None
         if done is None:
-            self.handle = self.candidate.sample_tokens(forced=self._in_candidates_order(step))
+            self.handle = self.candidate.sample_tokens(step.grammar, forced=self._in_candidates_order(step))
             if take_output:
                 self.output, self.output_again = self.handle.get_output(), self.handle.get_output()
         else:
@@ -227,7 +268,7 @@ class StepJudge:
     def run_oracle(self, step: PlannedStep) -> None:
         """The same step on the oracle, which takes the candidate's tokens if they are possible ones."""
         if self.oracle.execute_model(step.plan, descriptor=step.descriptor) is None:
-            self.oracle.sample_tokens(forced=step.forced or self._candidates_tokens(step))
+            self.oracle.sample_tokens(step.grammar, forced=step.forced or self._candidates_tokens(step))
         self.reference = self.oracle.last_step()
 
     def observe(self, world: PlanWorld, step: PlannedStep) -> None:
@@ -245,7 +286,7 @@ class StepJudge:
             if any(found.values()):
                 self.clean = False
                 return found
-        found |= rows_follow_the_stack(c)
+        found |= rows_follow_their_rules(c)
         found |= self._ask(c, CAUSES)
         self.clean = self.clean and not any(found.values())
         if self.clean:
@@ -258,13 +299,13 @@ class StepJudge:
         return StepContext(
             step.plan, step.descriptor, self.record, self.reference, step.truth,
             self.output or EMPTY_MODEL_RUNNER_OUTPUT, self.output_again, self.size.config, self.kv_cache_config,
-            self.size.model, self.capabilities, self.rows,
+            self.size.model, self.capabilities, self.rows, step.grammar,
         )  # fmt: skip
 
     def _ask(self, c: StepContext, laws: Iterable[Law]) -> dict[str, list[Mismatch]]:
         found = {}
         for law in laws:
-            if c.num_tokens or not law.needs_batch:
+            if law.clause_id not in self.elsewhere and (c.num_tokens or not law.needs_batch):
                 answer = law.fn(c)
                 if answer is not None:
                     found[law.clause_id] = answer

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from conformance.kernel_battery_limits import LimitedRows, limited_rows
+from conformance.kernel_battery_sampling import BY_REQUEST, MANY_ROWS, SIZES, SamplingBatch
 from runner_api import NO_ROW, StageSet, WitnessConfig
 
 POISON = -77
@@ -58,7 +60,7 @@ def differences(got: Outputs, expected: Outputs, bounds: dict[str, Any]) -> list
             if name in bounds:
                 bound = bounds[name](b) if callable(bounds[name]) else bounds[name]
                 with np.errstate(invalid="ignore"):
-                    wrong = ~((np.abs(a.astype(np.float64) - b) <= bound) | (a == b))
+                    wrong = ~((np.abs(a.astype(np.float64) - b) <= bound) | (a == b) | ((a != a) & (b != b)))
             else:
                 wrong = ~((a == b) | ((a != a) & (b != b)))
             if wrong.any():
@@ -103,9 +105,17 @@ def kernel_cases() -> list[KernelCase]:
         *_caching(),
         *_attention(),
         *_witness(),
+        *_sampling_steps(),
         *_temperature(),
+        *_limits(),
         *_draws(),
+        *_logprobs(),
         *_noise(),
+        *_sharded_slots(),
+        *_local_lengths(),
+        *_kernel_blocks(),
+        *_late_tokens(),
+        *_row_moves(),
     ]
     return cases
 
@@ -218,8 +228,8 @@ class _Batch:
         ]
         yield _stage("compute_slot_mappings", {
             "idx_mapping": mapping, "query_start_loc": self.query_start_loc, "positions": self.positions,
-            "block_sizes": sizes, "slot_mapping_enabled": enabled, "num_reqs": self.r,
-            "block_tables": [t.astype(np.int32) for t in tables],
+            "block_sizes": sizes, "slot_mapping_enabled": enabled, "dcp_sharded": enabled, "dcp_size": 1, "dcp_rank": 0,
+            "dcp_interleave": 1, "num_reqs": self.r, "block_tables": [t.astype(np.int32) for t in tables],
             "slot_mappings": _poisoned((3, self.buffer), np.int64),
         }, label=label)  # fmt: skip
 
@@ -374,6 +384,15 @@ def _witness() -> Iterator[KernelCase]:
     yield KernelCase("witness logits", logits)
 
 
+def _sampling_steps() -> Iterator[KernelCase]:
+    for seed, vocab_size, num_rows in SIZES:
+        for stage, label, arrays in SamplingBatch(seed, vocab_size, num_rows).calls():
+            if num_rows <= MANY_ROWS or stage in BY_REQUEST:
+                yield _stage(stage, arrays, label=f"{label}, {vocab_size} tokens")
+            if vocab_size == 5 and "bitmask" in "".join(arrays):  # a tile wider than all words of a row
+                yield _stage(stage, arrays, label=f"{label}, {vocab_size} tokens at once", tile=64)
+
+
 def _temperature() -> Iterator[KernelCase]:
     rng = np.random.default_rng(11)
     temperature = np.float32([0.7, 1, 0, 2, 0.01, 1, 1e-3, 3, 0.25])
@@ -383,6 +402,106 @@ def _temperature() -> Iterator[KernelCase]:
             "expanded_idx_mapping": rows, "temperature": temperature, "num_logits": num_logits,
             "logits": rng.normal(size=(num_logits, 37)).astype(np.float32),
         }, label=f"{num_logits} rows")  # fmt: skip
+
+
+def _limits() -> Iterator[KernelCase]:
+    for label, tile, r, x in limited_rows():
+        rows = {"expanded_idx_mapping": r.rows, "num_logits": r.l}
+        exact = {"logits": x.astype(np.float64)}
+        min_p = {**rows, "min_p": r.min_p, "logits": x}
+        yield _stage("apply_min_p", min_p, label=label, tile=tile, twin=exact)
+        limits = {**rows, "top_k": r.top_k, "top_p": r.top_p, "logits": x}
+        yield _stage("apply_top_k_top_p", limits, label=label, tile=tile, twin=exact)
+        yield _drawn_at_once(r, x, "philox" if r.v <= tile else "murmur3", label, tile)
+        if r.v > tile:
+            for scheme, bits in (("murmur3", 32), ("philox", 31)):
+                yield _bounds_of_groups(r, x, scheme, bits, label, tile)
+            for alone in (True, False):
+                yield _lists_of_candidates(r, x, alone, label, tile)
+
+
+def _bounds_of_groups(r: LimitedRows, x: np.ndarray, scheme: str, bits: int, label: str, tile: int) -> KernelCase:
+    """Bounds of scores by group, against their formula in float64."""
+
+    def words(side: Side) -> np.ndarray:
+        drawn = side.call("sample.noise", "noise_words", r.seeds[r.rows], r.positions[: r.l], r.v, scheme)
+        signed = drawn.view(np.int32)
+        return drawn if bits == 32 else np.where(signed < 0, ~signed, signed).view(np.uint32)
+
+    def run(side: Side) -> Outputs:
+        if side.is_twin:
+            with np.errstate(invalid="ignore"):
+                return {"bests": [r.group_bounds(x, lambda: words(side), bits, tile)]}
+        groups, params = (importlib.import_module(f"{side.package}.sample.{m}") for m in ("group_bests", "row_params"))
+        move = side.stages.to_device
+        tables = (move(a.copy()) for a in (r.rows, r.positions, r.temperature, r.seeds))
+        rows = params.look_up_draws(params.Draws(*tables, scheme), None, r.l, r.v, divide=True)
+        found = groups.group_bests(rows, scheme, r.l, move(x.copy()), limited=False)
+        return {"bests": [side.stages.to_host(found.bests)]}
+
+    return KernelCase(f"group bounds {scheme}, {label}", run, {"bests": lambda b: 3e-3 + 3e-6 * np.abs(b)}, tile)
+
+
+def _lists_of_candidates(r: LimitedRows, x: np.ndarray, alone: bool, label: str, tile: int) -> KernelCase:
+    """Who is listed, and the mass of the row where that is asked for."""
+
+    def run(side: Side) -> Outputs:
+        if side.is_twin:
+            with np.errstate(over="ignore", divide="ignore"):
+                found = r.lists(x, tile, tile, alone=alone)
+        else:
+            module, groups, params = (
+                importlib.import_module(f"{side.package}.sample.{m}")
+                for m in ("candidates", "group_bests", "row_params")
+            )
+            move = side.stages.to_device
+            limits = params.Limits(*(move(a.copy()) for a in (r.min_p, r.top_k, r.top_p)))
+            tables = (move(a.copy()) for a in (r.rows, r.positions, r.temperature, r.seeds))
+            rows = params.look_up_draws(params.Draws(*tables, "murmur3"), limits, r.l, r.v, divide=True)
+            logits = move(x.copy())
+            lists = module.list_candidates(rows, r.l, logits, groups.group_maxima(r.l, logits), short=not alone)
+            found = [side.stages.to_host(a) for a in (lists.entries, lists.lens, lists.totals)]
+            found[0] = np.where(np.arange(lists.width) < found[1][:, None], found[0], 0)
+        return {name: [array] for name, array in zip(("entries", "lens", "totals"), found, strict=True)}
+
+    return KernelCase(f"candidates {alone=}, {label}", run, {}, tile)
+
+
+def _drawn_at_once(r: LimitedRows, x: np.ndarray, scheme: str, label: str, tile: int) -> KernelCase:
+    """The composite against the twin's steps one by one."""
+    common = {"expanded_idx_mapping": r.rows, "num_logits": r.l}
+    params = {"temperature": r.temperature, **r.without_greedy()}
+    outputs = {"sampled": _poisoned(r.l + 2, np.int64), "faults": _poisoned(r.l + 2)}
+
+    def step_by_step(side: Side, limited: bool) -> Outputs:
+        logits = side.stages.run("apply_temperature", **common, temperature=r.temperature, logits=x)["logits"]
+        logits = logits.astype(np.float64)
+        for name, used in (("apply_min_p", ("min_p",)), ("apply_top_k_top_p", ("top_k", "top_p"))):
+            if limited:
+                logits = side.stages.run(name, **common, **{u: params[u] for u in used}, logits=logits)["logits"]
+        drawn = side.stages.run(
+            "gumbel_sample", **common, positions=r.positions, temperature=r.temperature, seeds=r.seeds, noise=scheme,
+            logits=logits, **outputs,
+        )  # fmt: skip
+        return {f"{name}, {limited=}": [array] for name, array in drawn.items()}
+
+    def at_once(side: Side, limited: bool) -> Outputs:
+        draw, parameters = (importlib.import_module(f"{side.package}.sample.{m}") for m in ("draw", "row_params"))
+        move = side.stages.to_device
+        limits = parameters.Limits(*(move(params[n].copy()) for n in ("min_p", "top_k", "top_p"))) if limited else None
+        out = {name: move(array.copy()) for name, array in outputs.items()}
+        draw.draw(
+            move(r.rows.copy()), move(r.positions.copy()), move(r.temperature.copy()), move(r.seeds.copy()), scheme,
+            limits, r.l, move(x.copy()), *out.values(),
+        )  # fmt: skip
+        return {f"{name}, {limited=}": [side.stages.to_host(array)] for name, array in out.items()}
+
+    def run(side: Side) -> Outputs:
+        with np.errstate(invalid="ignore"):
+            way = step_by_step if side.is_twin else at_once
+            return {**way(side, False), **way(side, True)}
+
+    return KernelCase(f"draw {scheme}, {label}", run, {}, tile)
 
 
 def _draws() -> Iterator[KernelCase]:
@@ -398,9 +517,56 @@ def _draws() -> Iterator[KernelCase]:
             label = f"{scheme}, {num_logits} x {vocab_size}"
             yield _function(f"gumbel_scores {label}", "sample.gumbel", "gumbel_scores", *common, bound=4e-6)
             names = ("expanded_idx_mapping", "positions", "temperature", "seeds", "noise", "num_logits", "logits")
-            arrays = dict(zip(names, common, strict=True)) | {"sampled": _poisoned(num_logits + 2, np.int64)}
+            arrays = dict(zip(names, common, strict=True)) | {
+                "sampled": _poisoned(num_logits + 2, np.int64), "faults": _poisoned(num_logits + 2)
+            }  # fmt: skip
             yield _stage("gumbel_sample", arrays, label=label)
             yield _stage("gumbel_sample", arrays | {"temperature": np.zeros_like(temperature)}, label=f"greedy {label}")
+
+
+def _logprobs() -> Iterator[KernelCase]:
+    """Ties, both zeros, neighbouring floats, far values, -inf, NaN, +inf, a row of each alone; few of many tokens and
+    all of them; lists in odd rows. Inputs end with the last row, so that a step further is a step outside."""
+    rng = np.random.default_rng(15)
+    near = np.nextafter(np.float32(-1), np.float32([-2, 0]))
+    num_listed = np.int32([3, 0, 0, 5, 1, 0, 17, 2])
+    listed = np.full((8, 128), NOWHERE, np.int32)
+    for row, n in enumerate(num_listed):
+        listed[row, :n] = rng.integers(0, 37, n)
+    for num_logits, vocab_size, num_top, tile in (
+        (21, 37, 0, 16), (5, 300, 4, 128), (11, 37, 17, 16), (3, 1200, 17, 128), (7, 70, 17, 64), (11, 37, 37, 128),
+    ):  # fmt: skip
+        width = max(num_top, 17)
+        logits = rng.normal(0, 3, (num_logits, vocab_size)).astype(np.float32)
+        logits[0, -1] = 300.0
+        logits[1::5] = rng.choice(np.float32([1, 0, -0.0, -1, *near]), logits[1::5].shape)
+        logits[2::5, ::2] = -np.inf
+        logits[3::10] = -np.inf
+        logits[4::10, 1::3] = np.nan
+        logits[6::10] = np.where(rng.random(logits[6::10].shape) < 0.5, np.float32(np.nan), np.float32(-np.inf))
+        logits[9::10, 7] = np.inf
+        tokens = rng.integers(0, vocab_size, num_logits)
+        label = f"{num_logits} x {vocab_size}"
+        yield _stage("compute_logprob_stats", {
+            "token_ids": tokens, "num_logits": num_logits, "logits": logits,
+            "log_sum": np.full(num_logits + 1, np.float32(POISON)), "ranks": _poisoned(num_logits + 1, np.int64),
+        }, label=f"{label}, {num_top}", bounds={"log_sum": 5e-6})  # fmt: skip
+        columns = _poisoned((num_logits + 1, width))
+        yield _stage("select_top_tokens", {
+            "num_logits": num_logits, "num_top": num_top, "logits": logits, "columns": columns,
+        }, label=f"{num_top} of {label}", tile=tile)  # fmt: skip
+        mapping = np.concatenate([[6, NO_ROW, 0], rng.integers(0, 8, num_logits - 3)])
+        yield _stage("select_listed_tokens", {
+            "expanded_idx_mapping": mapping, "num_listed": num_listed, "listed_token_ids": listed,
+            "num_logits": num_logits, "columns": columns,
+        }, label=f"{label}, {num_top}")  # fmt: skip
+        chosen = rng.integers(-1, vocab_size, (num_logits, width)).astype(np.int32)
+        chosen[0, 3] = -1
+        yield _stage("gather_logprobs", {
+            "token_ids": tokens, "columns": chosen, "log_sum": rng.normal(size=num_logits).astype(np.float32),
+            "num_logits": num_logits, "logits": logits, "logprob_token_ids": _poisoned((num_logits + 1, 1 + width)),
+            "logprobs": np.full((num_logits + 1, 1 + width), np.float32(POISON)),
+        }, label=f"{label}, {num_top}")  # fmt: skip
 
 
 def _noise() -> Iterator[KernelCase]:
@@ -426,3 +592,86 @@ def _noise() -> Iterator[KernelCase]:
 def _noise_bound(exact: np.ndarray) -> np.ndarray:
     """Between 2.015 and 4 the noise is the series for small u, which is as good as float32 allows; else as stated."""
     return np.where((exact > 2.015) & (exact < 4), 3.5e-7, 3e-6)
+
+
+def _sharded_slots() -> Iterator[KernelCase]:
+    """Runs of several tiles, a request without a row whose positions lead out of its table, three kinds of groups."""
+    b = _Batch.long()
+    mapping = b.idx_mapping.copy()
+    mapping[1] = NO_ROW
+    positions = b.positions
+    positions[b.query_start_loc[1] : b.query_start_loc[2]] = INT64_MAX // 2
+    for size, rank, interleave in ((2, 1, 1), (3, 0, 4), (3, 2, 2), (1, 0, 4)):
+        # What a group without slots keeps is too narrow to be read, and so is a sharded one, but for its own positions.
+        sizes, enabled, sharded = [16, 4, 4, 8], [True, True, False, True], [False, True, True, True]
+        shares = [size if s else 1 for s in sharded]
+        widths = [-(-b.m // (s * n)) if on else 1 for s, n, on in zip(sizes, shares, enabled, strict=True)]
+        tables = [(2**31 - 1 - b.rng.integers(0, 1000, (b.n, w))).astype(np.int32) for w in widths]
+        yield _stage("compute_slot_mappings", {
+            "idx_mapping": mapping, "query_start_loc": b.query_start_loc, "positions": positions,
+            "block_sizes": sizes, "slot_mapping_enabled": enabled, "dcp_sharded": sharded, "dcp_size": size,
+            "dcp_rank": rank, "dcp_interleave": interleave, "num_reqs": b.r, "block_tables": tables,
+            "slot_mappings": _poisoned((4, b.buffer), np.int64),
+        }, label=f"rank {rank} of {size}, interleave {interleave}")  # fmt: skip
+
+
+def _local_lengths() -> Iterator[KernelCase]:
+    rng = np.random.default_rng(31)
+    for size, rank, interleave in ((2, 0, 1), (2, 1, 8), (3, 1, 4), (5, 4, 3), (1, 0, 1)):
+        for n, num_reqs in ((37, 35), (37, 3), (16, 16)):
+            seq_lens = rng.integers(0, 60, n).astype(np.int32)
+            seq_lens[:3] = [0, 2**31 - 1, size * interleave]
+            yield _stage("compute_dcp_local_seq_lens", {
+                "seq_lens": seq_lens, "dcp_size": size, "dcp_rank": rank, "dcp_interleave": interleave,
+                "num_reqs": num_reqs, "dcp_local_seq_lens": _poisoned(n),
+            }, label=f"{num_reqs} of {n} on rank {rank} of {size}, interleave {interleave}")  # fmt: skip
+
+
+def _kernel_blocks() -> Iterator[KernelCase]:
+    rng = np.random.default_rng(32)
+    for parts, stride, width, num_rows in ((2, 2, 9, 7), (3, 5, 7, 8), (1, 4, 20, 3), (16, 16, 3, 1)):
+        table = rng.integers(0, 2**26, (8, width)).astype(np.int32)
+        table[1, 2:] = table[-1] = 0
+        yield _stage("map_to_kernel_block_table", {
+            "block_table": table, "blocks_per_kv_block": parts, "kernel_block_stride": stride, "num_rows": num_rows,
+            "kernel_block_table": _poisoned((8, width * parts)),
+        }, label=f"{parts} parts, {stride} apart")  # fmt: skip
+
+
+def _late_tokens() -> Iterator[KernelCase]:
+    """More requests than a tile holds; behind them, rows of an earlier step; sources in the last row, and a token wider
+    than an input id."""
+    rng = np.random.default_rng(33)
+    for n, r, patched in ((37, 35, 20), (37, 16, 16), (20, 20, 0)):
+        previous = rng.integers(0, n, n)
+        previous[: r - patched] = NO_ROW
+        previous[:r] = rng.permutation(previous[:r])
+        previous[r - 1] = n - 1 if patched else NO_ROW
+        scheduled = np.where(previous[:r] == NO_ROW, rng.integers(1, 4, r), 1)
+        starts = np.concatenate([[0], np.cumsum(scheduled), np.full(n - r, scheduled.sum())]).astype(np.int32)
+        yield _stage("patch_input_ids", {
+            "previous_rows": previous, "query_start_loc": starts,
+            "last_sampled_tokens": rng.integers(2**30, 2**31, n), "num_reqs": r,
+            "input_ids": _poisoned(int(starts[-1]) + (5 if r < n else 0)),
+        }, label=f"{patched} of {r} requests")  # fmt: skip
+
+
+def _row_moves() -> Iterator[KernelCase]:
+    """Chains, cycles and clearings in tables of several widths and types; rows that end with their tables."""
+    rng = np.random.default_rng(34)
+    n, widths = 12, (40, 1, 33)
+    for label, pairs in (
+        ("a chain and a cycle", [(3, 1), (5, 3), (NO_ROW, 5), (11, 0), (7, 11), (0, 7), (NO_ROW, 9)]),
+        ("clearings", [(NO_ROW, 11), (NO_ROW, 0)]),
+        ("one move", [(11, 4)]),
+    ):
+        tables = [rng.integers(1, 2**31, (n, w)).astype(np.int32) for w in widths]
+        tables[2] = rng.normal(size=(n, widths[2])).astype(np.float32)
+        listed = [
+            (k, source, target, w if target == 11 else int(rng.integers(1, w + 1)))
+            for source, target in pairs for k, w in enumerate(widths)
+        ]  # fmt: skip
+        moves = np.array(listed, np.int64)[rng.permutation(len(listed))].T
+        yield _stage("move_rows", {
+            "moves": np.ascontiguousarray(moves), "max_length": int(moves[3].max()), "tables": tables,
+        }, label=label)  # fmt: skip

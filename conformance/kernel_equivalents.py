@@ -19,9 +19,11 @@ _BEHIND = "behind = tl.maximum(tl.load(num_computed_tokens + row) - reach, 0) //
 _SEEN = "seen = known[None, :] & (j[None, :] <= position[:, None])"
 _AT = "at = tl.where(own, tl.load(seq_lens + owner, mask=own, other=0) - end + query, -1)"
 _ROW_SLOT = "place += ((index % BLOCK_SIZE) * cache_slot_stride)[None, :]"
-_MAGNITUDE = "magnitude = tl.where(signed < 0, ~signed, signed).to(tl.float32)"
+_MAGNITUDE = "return tl.where(signed < 0, ~signed, signed).to(tl.float32)"
 _DIVISOR = "divisor = tl.where(changes, t, 1.0)[:, None] + tl.zeros_like(x)"
 _TABLE = "table += tl.maximum(row, 0) * tl.load(table_strides + g)"
+_COLUMN = "other = tl.load(columns + i * num_columns + c - 1, mask=inside & (c > 0), other=-1).to(tl.int64)"
+_NO_BEST = 'shift = tl.where(best == float("-inf"), 0.0, best)'
 _SERIES = "series = u * 0.125 + 0.14285714285714285"
 
 
@@ -30,6 +32,7 @@ def _load(line: str) -> str:
     return (
         line[line.index("tl.load") :]
         .removesuffix(".to(DOT_DTYPE)")
+        .removesuffix(".to(tl.float32)")
         .removesuffix(".to(tl.int64)")
         .removesuffix(".to(tl.uint64)")
     )
@@ -45,8 +48,31 @@ def _other(line: str, old: str = "0") -> str:
     return f"{line}: {load} => {load.replace(f'other={old}', f'other=({old}) + 1')}"
 
 
+def _offsets(line: str, old: str, *new: str) -> tuple[str, ...]:
+    """A constant in a line of code, changed to each of `new`."""
+    return tuple(f"{line}: {old} => {value}" for value in new)
+
+
 _TOKEN = "token = tl.load(token_cache + place, mask=seen, other=0).to(tl.uint64)"
 _POSITION = "position = tl.load(position_cache + place, mask=seen, other=0).to(tl.uint64)"
+
+_WORD = "word = tl.load(words + token // 32, mask=inside, other=0)"
+_BIASED = "tl.store(place, tl.load(place, mask=named, other=0.0) + more, mask=named)"
+_INDEX = "index = tl.load(seq_lens + i, mask=here, other=0) - tl.load(prompt_len + row, mask=here, other=0)"
+_MINIMUM = "least = tl.load(min_len + row, mask=row >= 0, other=0)"
+_STOP = "token = tl.load(stop_token_ids + row * stop_stride + tl.arange(0, STOPS), mask=stops, other=0)"
+_BEFORE = 'before = tl.load(place, mask=stops, other=float("-inf"))'
+_WORD_START = "start = tl.load(ends + w - 1, mask=(w > 0) & (w < num_words), other=0)"
+_WORD_LAST = "last = tl.load(ends + w, mask=w < num_words, other=1) - 1"
+_BACK = "for back in range(tl.max(tl.where(out, last - start, 0), 0)):"
+_SAID_TOKEN = "token = tl.load(words + last - 1 - back, mask=more, other=0)"
+_LAST_TOKEN = "token = tl.load(words + last, mask=out, other=0)"
+_SCAN = "while (found < 0) & (end > lowest):"
+_OLD = "old = tl.load(tokens + place, mask=inside & (place < known), other=0)"
+_DRAFT = "draft = tl.load(input_ids + i - (position - place), mask=inside & (place >= known), other=0)"
+_OWNER = "row = tl.load(idx_mapping + i, mask=i < num_reqs, other=-1)"
+_KNOWN_TOKEN = "token = tl.load(all_token_ids + row * all_stride + s, mask=s < known, other=0)"
+_DRAWN = "n = tl.load(num_sampled + i, mask=row >= 0, other=0)"
 
 _GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("several programs then blank the same tail tokens: the result is the same, only later", _ATTENTION, (
@@ -115,7 +141,7 @@ _GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "k0, k1 = (key & MASK).to(tl.uint32), (key >> 32).to(tl.uint32): key & MASK => (key)",
         "c0, c1 = (counter & MASK).to(tl.uint32), (counter >> 32).to(tl.uint32): counter & MASK => (counter)",
     )),
-    ("a cast to uint32 keeps the low 32 bits by itself", "murmur3", (
+    ("a cast to uint32 keeps the low 32 bits by itself", "_murmur3_before_last", (
         "h = _mix(h, (seed & MASK).to(tl.uint32)): seed & MASK => (seed)",
         ("h = _mix(h, (position.to(tl.uint64) & MASK).to(tl.uint32)): "
         "position.to(tl.uint64) & MASK => (position.to(tl.uint64))"),
@@ -154,14 +180,108 @@ _GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         f"{_TABLE}: tl.maximum(row, 0) => (row)", f"{_TABLE}: 0 => -1",
     )),
     ("lanes behind the end are not stored, those without slots are set to PAD", "_compute_slot_mappings_kernel", (
-        _other("position = tl.load(positions + k, mask=k < end, other=0)"),
-        _other("block = tl.load(table + block_index, mask=k < read_end, other=0).to(tl.int64)"),
+        _other("local = tl.load(positions + k, mask=k < end, other=0)"),
+        _other("block = tl.load(table + block_index, mask=owned, other=0).to(tl.int64)"),
     )),
-    ("both words give the smallest uniform either way", "to_uniforms", (
+    ("lanes outside are not stored", "allowed_by", (_other(_WORD),)),
+    ("lanes without a pair read the row's first logit, and store nothing", "_apply_logit_bias_kernel", (
+        f"{_BIASED}: tl.load(place, mask=named, other=0.0) => tl.load(place)",
+    )),
+    ("lanes without a request have a list of no length", "_apply_trace_replay_kernel", (
+        f"{_INDEX}: tl.load(seq_lens + i, mask=here, other=0) => tl.load(seq_lens + i, mask=here, other=(0) + 1)",
+        (f"{_INDEX}: tl.load(prompt_len + row, mask=here, other=0) => "
+        "tl.load(prompt_len + row, mask=here, other=(0) + 1)"),
+    )),
+    ("lanes without a request are not stored", "_first_faults_kernel", (
+        _other("start = tl.load(cu_num_logits + i, mask=here, other=0)"),
+        _other("n = tl.load(num_sampled + i, mask=here, other=0)"),
+    )),
+    ("no place comes before the first, and that is as long as 1", "_apply_min_tokens_kernel", (_other(_MINIMUM),)),
+    ("lanes without a stop token are not stored", "_apply_min_tokens_kernel", (_other(_STOP),)),
+    ("what is not finite does not come back, nor does anything new", "_apply_min_tokens_kernel", (
+        f'{_BEFORE}: tl.load(place, mask=stops, other=float("-inf")) => tl.load(place)',
+        (f'{_BEFORE}: tl.load(place, mask=stops, other=float("-inf")) => '
+        "tl.load(place, mask=stops, other=float('inf'))"),
+        f'{_BEFORE}: "-inf" => "inf"',
+    )),
+    ("lanes without a word are not looked at", "_apply_bad_words_kernel", (
+        f"{_WORD_START}: w < num_words => (w) <= (num_words)",
+        (f"{_WORD_LAST}: tl.load(ends + w, mask=w < num_words, other=1) => "
+        "tl.load(ends + w, mask=w < num_words, other=(1) + 1)"),
+        _other(_SAID_TOKEN), f"{_LAST_TOKEN}: {_load(_LAST_TOKEN)} => tl.load(words + last)",
+        _other(_LAST_TOKEN),
+    )),
+    ("more rounds, in which no word has a token left", "_apply_bad_words_kernel", (
+        f"{_BACK}: last - start => (last)", f"{_BACK}: last - start => (last) + (start)", f"{_BACK}: 0 => 1",
+        f"{_BACK}: 0 => -1",
+    )),
+    ("the first token is the prompt's, which is not matched", "_apply_bad_words_kernel", (
+        ("position - back, back <= position, i, position, input_ids, known, all_token_ids + row * all_stride: "
+        "back <= position => (back) < (position)"),
+    )),
+    ("any number below 0 says that it is nowhere", "last_occurrence", (
+        "found = tl.zeros((), tl.int64) - 1: 1 => 2", "found = tl.max(tl.where(here, at, -1), 0): 1 => 2",
+    )),
+    ("one more round at most, in which no place is left", "last_occurrence", (
+        f"{_SCAN}: found < 0 => (found) <= (0)", f"{_SCAN}: 0 => 1", f"{_SCAN}: end > lowest => (end) >= (lowest)",
+    )),
+    ("the last token of the text is never compared", "_apply_thinking_budget_kernel", (
+        "for m in range(END_LENGTH - 1):: END_LENGTH - 1 => (END_LENGTH)", "for m in range(END_LENGTH - 1):: 1 => 0",
+    )),
+    ("none of the text has always begun", "_apply_thinking_budget_kernel", (
+        "said = tl.max(tl.where(begun, n, 0), 0): 0 => -1",
+    )),
+    ("of each place one of both is taken, and none that is outside", "tokens_seen", (
+        _other(_OLD), _other(_DRAFT),
+    )),
+    ("lanes without a request count nothing", "_count_sampled_tokens_kernel", (
+        _other(_DRAWN),
+        ("counted = tl.load(penalised + row, mask=row >= 0, other=0) != 0: "
+        "tl.load(penalised + row, mask=row >= 0, other=0) => tl.load(penalised + row, mask=row >= 0, other=(0) + 1)"),
+    )),
+    ("lanes without a token count nothing", "_count_prompt_and_output_tokens_kernel", (_other(_KNOWN_TOKEN),)),
+    ("both words give the smallest uniform either way", "_magnitude", (
         f"{_MAGNITUDE}: signed < 0 => (signed) <= (0)", f"{_MAGNITUDE}: 0 => 1", f"{_MAGNITUDE}: 0 => -1",
     )),
     ("the eighth term is below the resolution of float32 where the series is used", "to_gumbel", (
         f"{_SERIES}: u * 0.125 + 0.14285714285714285 => (0.14285714285714285)",
+    )),
+    ("a tile, or a row, of only -inf sums to 0 whatever is subtracted", "_compute_logprob_stats_kernel", (
+        *_offsets(_NO_BEST, "0.0", "1.0", "-1.0"),
+    )),
+    ("a tile, or a row, of only -inf sums to 0 whatever is subtracted", "_stats_of_tiles_kernel", (
+        *_offsets(_NO_BEST, "0.0", "1.0", "-1.0"),
+    )),
+    ("rows behind the last one are not stored", "_compute_logprob_stats_kernel", (
+        _other("own = tl.load(logits + i * vocab_size + taken, mask=i < num_logits, other=0.0).to(tl.float32)", "0.0"),
+    )),
+    ("a tile that is not there has weight 0", "_stats_of_tiles_kernel", (
+        _other("part = tl.load(tile_total + place, mask=inside, other=0.0)", "0.0"),
+    )),
+    ("no number but NaN has a key near the least", "order_key", (
+        *_offsets("return tl.where(x == x, to_key(x), -2147483648)", "2147483648", "2147483647"),
+    )),
+    ("no token has a key near the least", "_token_keys_kernel", (
+        *_offsets("key = tl.where(inside, with_index(order_key(x), token), -9223372036854775808)",
+                  "9223372036854775808", "9223372036854775807"),
+    )),
+    ("one more than NaN is NaN", "_group_keys_kernel", (
+        ('x = tl.load(logits + (i * vocab_size)[:, None] + token, mask=inside, other=float("nan")).to(tl.float32): '
+        'tl.load(logits + (i * vocab_size)[:, None] + token, mask=inside, other=float("nan")) => '
+        "tl.load(logits + (i * vocab_size)[:, None] + token, mask=inside, other=(float('nan')) + 1)"),
+    )),
+    ("lanes behind the end are not stored", "_token_keys_kernel", (
+        _other("group = tl.load(groups + q, mask=i < num_logits, other=0)"),
+    )),
+    ("lanes behind the end are not stored, column 0 has its token elsewhere, unused columns are set", (
+        "_gather_logprobs_kernel"
+    ), (
+        _other("taken = tl.load(token_ids + i, mask=inside, other=0)"),
+        _other(_COLUMN, "-1"),
+        _other("x = tl.load(logits + i * vocab_size + token, mask=inside & used, other=0.0).to(tl.float32)", "0.0"),
+    )),
+    ("with one rank a position is its own local one", "_compute_slot_mappings_kernel", (
+        "if DCP_SIZE > 1:: DCP_SIZE > 1 => (DCP_SIZE) >= (1)", "if DCP_SIZE > 1:: 1 => 0",
     )),
 )  # fmt: skip
 

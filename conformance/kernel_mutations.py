@@ -29,6 +29,8 @@ _OPERATORS = {
 # Of these the right operand says how far or by how much; it is nothing on its own.
 _ONE_SIDED = (ast.Sub, ast.FloorDiv, ast.Mod, ast.LShift, ast.RShift, ast.Div)
 _EXTREMES = {"minimum": "maximum", "maximum": "minimum", "max": "min", "min": "max"}
+_WRITES = ("store", "atomic_add", "atomic_or")
+_ACCESSES = ("load", *_WRITES)
 # Calls whose numbers name axes and shapes: another number is no kernel at all.
 _ACROSS_LANES = {"sum", "max", "min", "argmax", "argmin", "cumsum", "dot"}
 _SHAPES = {*_ACROSS_LANES, "arange", "zeros", "static_range"}
@@ -72,7 +74,7 @@ def mutants_of(path: str, text: str) -> list[KernelMutant]:
     """Every mutant of the kernels in a module, in order of its text, each changed text once."""
     seen, found = {text}, []
     functions = _functions(ast.parse(text))
-    lane_wise = {f.name for f in functions if not any(_tl(n, "load", "store", *_ACROSS_LANES) for n in ast.walk(f))}
+    lane_wise = {f.name for f in functions if not any(_tl(n, *_ACCESSES, *_ACROSS_LANES) for n in ast.walk(f))}
     for function in functions:
         for mutant in _Mutator(path, text, function, lane_wise).mutants():
             if mutant.source not in seen:
@@ -104,7 +106,7 @@ def _may_go(node: ast.AST) -> bool:
     """A statement without which there still is a kernel."""
     if isinstance(node, ast.Return):
         return node.value is None
-    return isinstance(node, ast.AugAssign) or (isinstance(node, ast.Expr) and _tl(node.value, "store"))
+    return isinstance(node, ast.AugAssign) or (isinstance(node, ast.Expr) and _tl(node.value, *_WRITES))
 
 
 def _base(node: ast.AST) -> ast.Name | None:
@@ -161,7 +163,7 @@ class _Mutator:
 
     def _pointer_names(self) -> set[str]:
         """Arguments and variables that hold pointers: what loads and stores start from, and what that came from."""
-        names, todo = set(), [n.args[0] for n in ast.walk(self.function) if _tl(n, "load", "store")]
+        names, todo = set(), [n.args[0] for n in ast.walk(self.function) if _tl(n, *_ACCESSES)]
         while todo:
             name = _base(todo.pop())
             if name is not None and name.id not in names:
@@ -222,7 +224,7 @@ class _Mutator:
         name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
         if name == "to" and self._text(node.args[0]) == "tl.int64":
             yield WIDENING, f"({self._text(node.func.value)})"  # type: ignore[attr-defined]
-        elif _tl(node, "load", "store"):
+        elif _tl(node, *_ACCESSES):
             yield from self._of_access(node)
         elif _tl(node, *_EXTREMES):
             yield EXTREME, self._call(node, function=f"tl.{_EXTREMES[name]}")
@@ -263,7 +265,7 @@ class _Mutator:
             before, use = use, self.parent[use]
             if _tl(use, "where") and before is not use.args[0] and self._text(use.args[0]) == mask:  # type: ignore[attr-defined]
                 return before is use.args[1]  # type: ignore[attr-defined]
-            if _tl(use, "store", "load"):
+            if _tl(use, *_ACCESSES):
                 return any(k.arg == "mask" and self._text(k.value) == mask for k in use.keywords)  # type: ignore[attr-defined]
             if _tl(use, *_ACROSS_LANES):
                 return False

@@ -15,15 +15,18 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from conformance.mutants import KINDS, MUTANTS, Mutant
 from conformance.mutation import mutated
 from runner_api.errors import ConfigError, UnknownNameError
 
+T = TypeVar("T")
 # A mutant that is not noticed with the plans of the first seed gets the next ones.
 SEEDS = (0, 1, 2)
 STEPS = 20
+# So many clauses that a mutant does not name must have been tested before an evaluation is cut short.
+ENOUGH_OTHERS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +84,8 @@ class KillMatrix:
         }
 
 
-def judge(mutant: Mutant, findings: Findings, broken: frozenset[str] = frozenset()) -> tuple[bool, str]:
-    """(killed, why not). `broken`: clauses that the unchanged runner fails too."""
-    named = frozenset(mutant.clauses)
+def judge(named: frozenset[str], findings: Findings, broken: frozenset[str] = frozenset()) -> tuple[bool, str]:
+    """(killed, why not). `named`: the mutant's clauses; `broken`: those that the unchanged runner fails too."""
     failed = findings.failed - broken
     others = findings.tested - named
     red = failed & others
@@ -100,26 +102,47 @@ def judge(mutant: Mutant, findings: Findings, broken: frozenset[str] = frozenset
     return False, "noticed by no clause"
 
 
-def findings_of(runner: Any, seeds: Sequence[int], steps: int) -> Findings:
-    """Evaluate a runner (a name or a factory) and keep what the verdict needs."""
-    from conformance.evaluate import evaluate
+def findings_of(
+    runner: Any, seeds: Sequence[int], steps: int, named: frozenset[str] = frozenset(),
+    broken: frozenset[str] = frozenset(), layout: str | None = None,
+) -> Findings:  # fmt: skip
+    """Evaluate a runner (a name or a factory) and keep what the verdict needs.
+
+    named: what a mutant's clauses are; as soon as each of them has failed, and enough others have been tested to say
+    that they do not care, the rest is left out. Probes come first where they speak of a named clause.
+    layout: of the rows.
+    """
+    from conformance.dense_rows import TRACKED
+    from conformance.evaluate import Evaluation, evaluate
+    from conformance.laws import LAWS
+
+    def so_far(e: Evaluation) -> Findings:
+        failed = (c for c, mismatches in e.by_clause.items() if mismatches)
+        return Findings(frozenset(failed), frozenset(e.tested), tuple(f"{x.where}: {x.error}" for x in e.errors))
+
+    def enough(e: Evaluation) -> bool:
+        found = so_far(e)
+        proven = bool(named) and named - broken <= found.failed and len(found.tested - named) >= ENOUGH_OTHERS
+        return proven and judge(named, found, broken)[0]
 
     try:
-        e = evaluate(runner, seeds=tuple(seeds), steps=steps)
+        seen = LAWS.keys() | TRACKED
+        first = any((c not in seen and "-STATE-" not in c) or "-LOGPROB-" in c for c in named)
+        found = evaluate(runner, seeds=tuple(seeds), steps=steps, probes_first=first, enough=enough, layout=layout)
+        return so_far(found)
     except Exception as x:  # a mutant that the judge cannot stand is one that the judge has not named
         return Findings(errors=(f"in the judge itself: {x!r}",))
-    failed = (c for c, mismatches in e.by_clause.items() if mismatches)
-    return Findings(frozenset(failed), frozenset(e.tested), tuple(f"{x.where}: {x.error}" for x in e.errors))
 
 
 def try_mutant(runner: str, mutant: Mutant, seeds: Sequence[int], steps: int, broken: frozenset[str]) -> Verdict:
     """Load the mutant and evaluate it, seed after seed, until it is killed or the seeds are used up."""
     start = time.perf_counter()
+    named = frozenset(mutant.clauses)
     findings, killed, reason = Findings(), False, ""
     with mutated(runner, mutant.path, mutant.old, mutant.new) as copy:
         for seed in seeds:
-            findings |= findings_of(copy.factory, (seed,), steps)
-            killed, reason = judge(mutant, findings, broken)
+            findings |= findings_of(copy.factory, (seed,), steps, named, broken, mutant.layout)
+            killed, reason = judge(named, findings, broken)
             if killed:
                 break
     return Verdict(mutant.id, killed, reason, tuple(sorted(findings.failed)), time.perf_counter() - start)
@@ -145,33 +168,45 @@ def run_matrix(
             raise UnknownNameError("runner with mutants", runner, MUTANTS, field="runner")
         mutants = MUTANTS[runner]
     mutants = tuple(mutants)
-    sound = findings_of(runner, seeds, steps)
-    tasks = [(runner, m, tuple(seeds), steps, sound.failed) for m in mutants]
+    layouts = sorted({m.layout for m in mutants})
+    jobs = jobs or os.cpu_count() or 1
+    sound = dict(
+        zip(layouts, _spread(_soundness, [(runner, seeds, steps, name) for name in layouts], jobs), strict=True)
+    )
+    tasks = [(runner, m, tuple(seeds), steps, sound[m.layout].failed) for m in mutants]
     verdicts = []
-    for verdict in _spread(tasks, jobs or os.cpu_count() or 1):
+    for verdict in _spread(_try_task, tasks, jobs):
         verdicts.append(verdict)
         if progress is not None:
             progress(verdict)
     proven = {c for m, v in zip(mutants, verdicts, strict=True) if v.killed for c in m.clauses if c in v.failed}
+    failed = frozenset().union(*(found.failed for found in sound.values()))
+    tested = frozenset().union(*(found.tested for found in sound.values()))
     return KillMatrix(
-        runner, tuple(verdicts), tuple(sorted(sound.failed)), tuple(sorted(sound.tested - proven)) if every else (),
+        runner, tuple(verdicts), tuple(sorted(failed)), tuple(sorted(tested - proven)) if every else (),
         time.perf_counter() - start,
     )  # fmt: skip
+
+
+def _soundness(task: tuple[str, Sequence[int], int, str]) -> Findings:
+    """What the unchanged runner says of itself in one layout."""
+    runner, seeds, steps, layout = task
+    return findings_of(runner, seeds, steps, frozenset(), frozenset(), layout)
 
 
 def _try_task(task: tuple[str, Mutant, tuple[int, ...], int, frozenset[str]]) -> Verdict:
     return try_mutant(*task)
 
 
-def _spread(tasks: list[Any], jobs: int) -> Iterable[Verdict]:
-    """Verdicts in the order of the tasks, as they become known."""
+def _spread(work: Callable[[Any], T], tasks: list[Any], jobs: int) -> Iterable[T]:
+    """Answers in the order of the tasks, as they become known."""
     if jobs == 1 or len(tasks) < 2:
-        yield from map(_try_task, tasks)
+        yield from map(work, tasks)
         return
     # Fresh processes: a forked child of a program that holds a GPU or threads is not usable.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=context) as pool:
-        yield from pool.map(_try_task, tasks)
+        yield from pool.map(work, tasks)
 
 
 def run_mutants(args: argparse.Namespace) -> int:
@@ -186,6 +221,8 @@ def run_mutants(args: argparse.Namespace) -> int:
         if args.only not in by_id:
             raise UnknownNameError("mutant", args.only, by_id, field="--only")
         chosen = [by_id[args.only]]
+    elif args.layout:
+        chosen = [m for m in MUTANTS[args.runner] if m.layout == args.layout]
     progress = None if args.json else _print_verdict
     matrix = run_matrix(args.runner, mutants=chosen, jobs=args.jobs, progress=progress)
     if args.json:

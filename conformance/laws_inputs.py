@@ -133,8 +133,8 @@ def _starts_at(c: StepContext, clause_id: str, mine: np.ndarray) -> Found:
     return c.differ(clause_id, "positions", got, c.computed, np.arange(c.num_reqs), mine & _start_is_wrong(c))
 
 
-def rows_follow_the_stack(c: StepContext) -> dict[str, list[Mismatch]]:
-    """All clauses about rows at once, from the tracker: MR-STATE-001 .. 004 and 008."""
+def rows_follow_their_rules(c: StepContext) -> dict[str, list[Mismatch]]:
+    """All clauses about rows at once, from the tracker: MR-STATE-001 .. 004 and 008, or MR-DENSE-001 .. 007."""
     found: dict[str, list[Mismatch]] = {clause_id: [] for clause_id in c.rows.tested}
     for clause_id, req_id, got, expected in c.rows.findings:
         index = (c.record.req_ids.index(req_id),)

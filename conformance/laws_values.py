@@ -14,7 +14,6 @@ from runner_api import SamplingParams
 
 # Rounding of a float32 softmax that may move a token across a top-p or min-p bound.
 SLACK = 1e-5
-LOGPROB_TOLERANCE = 1e-4
 
 
 # -- KV contents ----------------------------------------------------------------------------------------------
@@ -153,7 +152,7 @@ def what_is_not_sampled_is_rejected(c: StepContext) -> Found:
 
 @law("MR-SAMPLE-006")
 def draws_are_token_ids(c: StepContext) -> Found:
-    drawn = _draws(c)
+    drawn = draws(c)
     return c.differ("MR-SAMPLE-006", "token_ids", drawn, np.clip(drawn, 0, c.model.vocab_size - 1), c.logit_owner)
 
 
@@ -163,42 +162,51 @@ def seeds_are_the_requests(c: StepContext) -> Found:
     return c.differ("MR-SAMPLE-007", "seeds", c.record.seeds, wanted, np.arange(c.num_reqs))
 
 
-def _draws(c: StepContext) -> np.ndarray:
+def draws(c: StepContext) -> np.ndarray:
     """int64[L] the candidate's own draw after each logits row."""
     local = np.arange(len(c.logit_owner)) - c.logit_starts[c.logit_owner]
     return c.record.token_ids[c.logit_owner, local]
 
 
-def _rows_with(c: StepContext, chosen: Callable[[SamplingParams], bool]) -> np.ndarray:
+def rows_with(c: StepContext, chosen: Callable[[SamplingParams], bool]) -> np.ndarray:
     """Logits rows of the requests whose parameters are chosen; empty without logits of the right shape."""
     if c.record.logits is None or len(c.record.logits) != len(c.logit_owner):
         return np.zeros(0, np.int64)
     mine = np.array([chosen(m.request.params) for m in c.members])
-    drawn = _draws(c)
+    drawn = draws(c)
     inside = (drawn >= 0) & (drawn < c.record.logits.shape[1])
     return np.flatnonzero(mine[c.logit_owner] & inside)
 
 
 def _judge(c: StepContext, clause_id: str, rows: np.ndarray, ok: np.ndarray, expected: str) -> Found:
-    drawn = _draws(c)
+    drawn = draws(c)
     return [
         Mismatch(clause_id, "token_ids", c.record.req_ids[int(c.logit_owner[j])], (int(j),), int(drawn[j]), expected)
         for j in rows[~ok][:MOST_MISMATCHES]
     ]
 
 
+def _draws_plainly(p: SamplingParams) -> bool:
+    """Whether nothing but temperature, top-k, top-p and min-p stands between the logits and the draw."""
+    asked = (p.allowed_token_ids, p.logit_bias, p.bad_words_token_ids, p.thinking_token_budget, p.structured_outputs)
+    penalties = (p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
+    return not any(a is not None for a in (*asked, p.trace_decode_token_ids)) and (
+        p.min_tokens == 0 and penalties == (1.0, 0.0, 0.0)
+    )
+
+
 @law("MR-SAMPLE-001")
 def greedy_takes_the_first_of_the_highest(c: StepContext) -> Found:
-    rows = _rows_with(c, lambda p: p.greedy)
+    rows = rows_with(c, lambda p: p.greedy and _draws_plainly(p))
     if not len(rows):
         return None
-    return _judge(c, "MR-SAMPLE-001", rows, _draws(c)[rows] == c.record.logits[rows].argmax(axis=1), "the argmax")
+    return _judge(c, "MR-SAMPLE-001", rows, draws(c)[rows] == c.record.logits[rows].argmax(axis=1), "the argmax")
 
 
 @law("MR-SAMPLE-002")
 def seeded_draws_are_the_oracles(c: StepContext) -> Found:
     """On rows whose logits equal the oracle's; both hold the same seed, position and parameters there."""
-    rows = _rows_with(c, lambda p: not p.greedy)
+    rows = rows_with(c, lambda p: not p.greedy)
     theirs = c.reference
     if not len(rows) or theirs.logits is None or theirs.req_ids != c.record.req_ids:
         return None
@@ -209,23 +217,23 @@ def seeded_draws_are_the_oracles(c: StepContext) -> Found:
     wanted = theirs.token_ids[c.logit_owner, local]
     chosen = np.zeros(len(wanted), bool)
     chosen[rows] = True
-    return c.differ("MR-SAMPLE-002", "token_ids", _draws(c), wanted, c.logit_owner, chosen)
+    return c.differ("MR-SAMPLE-002", "token_ids", draws(c), wanted, c.logit_owner, chosen)
 
 
 @law("MR-SAMPLE-008")
 def top_k_bounds_the_rank(c: StepContext) -> Found:
-    rows = _rows_with(c, lambda p: p.top_k > 0)
+    rows = rows_with(c, lambda p: p.top_k > 0 and _draws_plainly(p))
     if not len(rows):
         return None
     logits = c.record.logits[rows]
-    above = (logits > logits[np.arange(len(rows)), _draws(c)[rows]][:, None]).sum(axis=1)
+    above = (logits > logits[np.arange(len(rows)), draws(c)[rows]][:, None]).sum(axis=1)
     k = np.array([c.members[i].request.params.top_k for i in c.logit_owner[rows]])
     return _judge(c, "MR-SAMPLE-008", rows, above < k, "one of the top_k")
 
 
 @law("MR-SAMPLE-009")
 def top_p_bounds_the_mass_above(c: StepContext) -> Found:
-    rows = _rows_with(c, lambda p: p.top_p < 1.0)
+    rows = rows_with(c, lambda p: p.top_p < 1.0 and _draws_plainly(p))
     if not len(rows):
         return None
     probability, drawn = _probabilities(c, rows)
@@ -236,7 +244,7 @@ def top_p_bounds_the_mass_above(c: StepContext) -> Found:
 
 @law("MR-SAMPLE-010")
 def min_p_bounds_the_probability(c: StepContext) -> Found:
-    rows = _rows_with(c, lambda p: p.min_p > 0.0)
+    rows = rows_with(c, lambda p: p.min_p > 0.0 and _draws_plainly(p))
     if not len(rows):
         return None
     probability, drawn = _probabilities(c, rows)
@@ -251,54 +259,4 @@ def _probabilities(c: StepContext, rows: np.ndarray) -> tuple[np.ndarray, np.nda
     x = c.record.logits[rows].astype(np.float64) / temperature[:, None]
     probability = np.exp(x - x.max(axis=1, keepdims=True))
     probability /= probability.sum(axis=1, keepdims=True)
-    return probability, probability[np.arange(len(rows)), _draws(c)[rows]]
-
-
-# -- log probabilities ----------------------------------------------------------------------------------------
-
-
-@law("MR-LOGPROB-001", consequence=True)
-def log_probability_of_the_taken_token(c: StepContext) -> Found:
-    rows = _logprob_rows(c)
-    if not len(rows):
-        return None
-    if c.record.logprobs is None or c.record.logprob_token_ids is None:
-        return [Mismatch("MR-LOGPROB-001", "logprobs", c.record.req_ids[int(rows[0])], (), None, "asked for")]
-    logits = c.record.logits[rows].astype(np.float64)
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    token = _draws(c)[rows]
-    wanted = shifted[np.arange(len(rows)), token] - np.log(np.exp(shifted).sum(axis=1))
-    ok = (c.record.logprob_token_ids[rows, 0] == token) & (
-        np.abs(c.record.logprobs[rows, 0] - wanted) <= LOGPROB_TOLERANCE
-    )
-    return [
-        Mismatch(
-            "MR-LOGPROB-001", "logprobs", c.record.req_ids[int(j)], (int(j), 0),
-            (int(c.record.logprob_token_ids[j, 0]), float(c.record.logprobs[j, 0])),
-            (int(token[n]), round(float(wanted[n]), 5)),
-        )
-        for n, j in enumerate(rows) if not ok[n]
-    ][:MOST_MISMATCHES]  # fmt: skip
-
-
-@law("MR-LOGPROB-002", consequence=True)
-def rank_of_the_taken_token(c: StepContext) -> Found:
-    rows = _logprob_rows(c)
-    if not len(rows) or c.record.ranks is None:
-        return None
-    logits = c.record.logits[rows]
-    token = _draws(c)[rows]
-    wanted = np.zeros(c.num_reqs, np.int64)
-    wanted[rows] = (logits >= logits[np.arange(len(rows)), token][:, None]).sum(axis=1)
-    chosen = np.zeros(c.num_reqs, bool)
-    chosen[rows] = True
-    return c.differ("MR-LOGPROB-002", "ranks", c.record.ranks, wanted, np.arange(c.num_reqs), chosen)
-
-
-def _logprob_rows(c: StepContext) -> np.ndarray:
-    """Requests that asked for log probabilities and took a token of their own drawing; none in steps with drafts."""
-    wanted = any(m.request.params.logprobs is not None for m in c.members)
-    if not wanted or c.record.forced_token_ids is not None or len(c.logit_owner) != c.num_reqs:
-        return np.zeros(0, np.int64)
-    rows = _rows_with(c, lambda p: p.logprobs is not None)
-    return rows[np.array([c.members[i].samples for i in rows], bool)]
+    return probability, probability[np.arange(len(rows)), draws(c)[rows]]

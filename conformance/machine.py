@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from conformance.clauses import clause
-from conformance.driver import PALETTE, WorldSize
+from conformance.driver import REASONING, WorldSize, palette
 from conformance.evaluate import StepJudge, record_parts
 from conformance.harness import build_runner
 from conformance.planned_step import WorldRequest
@@ -31,41 +31,20 @@ INDEX = st.integers(0, 15)
 SEED = st.integers(-(2**63), 2**63 - 1)
 
 
-def machine_for(runner: str | RunnerFactory, oracle: str | RunnerFactory = "cpu") -> type[RuleBasedStateMachine]:
-    """A state machine class that judges `runner`."""
-    candidate_factory, oracle_factory = load_factory(runner), load_factory(oracle)
-    offered = call_factory(candidate_factory, RunnerConfig(max_num_reqs=2)).describe().capabilities
-    palette = st.sampled_from([p for p in PALETTE if p.required_capabilities() <= offered])
+def plan_rules(asked: st.SearchStrategy[Any]) -> type[RuleBasedStateMachine]:
+    """The actions of a world as rules; who inherits them builds `world`, and runs a plan in `close_and_run`.
 
-    class PlanMachine(RuleBasedStateMachine):
-        @initialize(
-            rows=st.integers(1, 8) | st.integers(9, 64), block_size=st.integers(1, 6) | st.integers(7, 64),
-            window=st.none() | st.integers(1, 8), num_blocks=st.integers(12, 60), flip=st.booleans(),
-            late=st.booleans(), order=st.randoms(use_true_random=False),
-        )  # fmt: skip
-        def start(
-            self, rows: int, block_size: int, window: int | None, num_blocks: int, flip: bool, late: bool, order: Random
-        ) -> None:
-            groups = [WitnessGroup(block_size)]
-            if window is not None and {Capability.MULTI_GROUP, Capability.SLIDING_WINDOW} <= offered:
-                groups.append(WitnessGroup(2 * block_size, window))
-            config = RunnerConfig(
-                max_num_reqs=rows, max_num_batched_tokens=64, max_model_len=40, record=record_parts(offered),
-                initial_free_rows=tuple(range(rows))[::-1] if flip else None,
-            )  # fmt: skip
-            size = WorldSize(config, WitnessConfig(groups=tuple(groups)), num_blocks)
-            self.candidate, cache = build_runner(candidate_factory, size.model, config, num_blocks)
-            reference, _ = build_runner(oracle_factory, size.model, config, num_blocks)
-            blocks = list(range(1, num_blocks))
-            order.shuffle(blocks)
-            self.world = PlanWorld(config, cache, VOCAB, blocks)
-            # Outputs are taken after the next step; what they must hold is known when their own step ends.
-            self.late = late and Capability.ASYNC_OUTPUT in offered
-            self.on_its_way: tuple[AsyncModelRunnerOutput, dict[str, tuple[int, ...]]] | None = None
-            self.judge = StepJudge(self.candidate, reference, size, cache, offered)
+    asked: what requests may ask for.
+    """
+
+    class PlanRules(RuleBasedStateMachine):
+        world: PlanWorld
+
+        def close_and_run(self, pad_tokens: int, pad_reqs: int | None) -> None:
+            raise NotImplementedError
 
         @precondition(lambda self: self.world.free_rows)
-        @rule(prompt=TOKENS, chunk=CHUNK, params=palette, seed=SEED, spare=st.integers(0, 1))
+        @rule(prompt=TOKENS, chunk=CHUNK, params=asked, seed=SEED, spare=st.integers(0, 1))
         def add(self, prompt: list[int], chunk: int, params: Any, seed: int, spare: int) -> None:
             self.world.add(prompt, chunk, params, seed, spare_blocks=spare)
 
@@ -101,13 +80,13 @@ def machine_for(runner: str | RunnerFactory, oracle: str | RunnerFactory = "cpu"
             for _ in range(steps):
                 for request in self.world.unscheduled():
                     self.world.schedule(request.req_id, chunk)
-                self._step(0, 0)
+                self.close_and_run(0, 0)
 
         @precondition(lambda self: self.world.removable())
-        @rule(which=INDEX)
-        def preempt(self, which: int) -> None:
+        @rule(which=INDEX, told=st.booleans())
+        def preempt(self, which: int, told: bool) -> None:
             held = self.world.removable()
-            self.world.preempt(held[which % len(held)])
+            self.world.preempt(held[which % len(held)], told=told)
 
         @precondition(lambda self: self.world.waiting)
         @rule(which=INDEX, chunk=CHUNK)
@@ -130,9 +109,46 @@ def machine_for(runner: str | RunnerFactory, oracle: str | RunnerFactory = "cpu"
         @precondition(lambda self: self.world.pending)
         @rule(pad_tokens=st.integers(0, 4), pad_reqs=st.none() | st.integers(0, 2))
         def step(self, pad_tokens: int, pad_reqs: int | None) -> None:
-            self._step(pad_tokens, pad_reqs)
+            self.close_and_run(pad_tokens, pad_reqs)
 
-        def _step(self, pad_tokens: int, pad_reqs: int | None) -> None:
+    return PlanRules
+
+
+def machine_for(runner: str | RunnerFactory, oracle: str | RunnerFactory = "cpu") -> type[RuleBasedStateMachine]:
+    """A state machine class that judges `runner`."""
+    candidate_factory, oracle_factory = load_factory(runner), load_factory(oracle)
+    offered = call_factory(candidate_factory, RunnerConfig(max_num_reqs=2)).describe().capabilities
+    reasoning = REASONING if Capability.THINKING_BUDGET in offered else None
+    asked = st.sampled_from(palette(offered, RunnerConfig(reasoning=reasoning), VOCAB))
+
+    class PlanMachine(plan_rules(asked)):  # type: ignore[misc]
+        @initialize(
+            rows=st.integers(1, 8) | st.integers(9, 64), block_size=st.integers(1, 6) | st.integers(7, 64),
+            window=st.none() | st.integers(1, 8), num_blocks=st.integers(12, 60), flip=st.booleans(),
+            late=st.booleans(), order=st.randoms(use_true_random=False),
+        )  # fmt: skip
+        def start(
+            self, rows: int, block_size: int, window: int | None, num_blocks: int, flip: bool, late: bool, order: Random
+        ) -> None:
+            groups = [WitnessGroup(block_size)]
+            if window is not None and {Capability.MULTI_GROUP, Capability.SLIDING_WINDOW} <= offered:
+                groups.append(WitnessGroup(2 * block_size, window))
+            config = RunnerConfig(
+                max_num_reqs=rows, max_num_batched_tokens=64, max_model_len=40, record=record_parts(offered),
+                initial_free_rows=tuple(range(rows))[::-1] if flip else None, reasoning=reasoning,
+            )  # fmt: skip
+            size = WorldSize(config, WitnessConfig(groups=tuple(groups)), num_blocks)
+            self.candidate, cache = build_runner(candidate_factory, size.model, config, num_blocks)
+            reference, _ = build_runner(oracle_factory, size.model, config, num_blocks)
+            blocks = list(range(1, num_blocks))
+            order.shuffle(blocks)
+            self.world = PlanWorld(config, cache, VOCAB, blocks)
+            # Outputs are taken after the next step; what they must hold is known when their own step ends.
+            self.late = late and Capability.ASYNC_OUTPUT in offered
+            self.on_its_way: tuple[AsyncModelRunnerOutput, dict[str, tuple[int, ...]]] | None = None
+            self.judge = StepJudge(self.candidate, reference, size, cache, offered)
+
+        def close_and_run(self, pad_tokens: int, pad_reqs: int | None) -> None:
             padded = Capability.PADDED_BATCH in offered
             step = self.world.close(pad_tokens, pad_reqs) if padded else self.world.close()
             self.judge.run_candidate(step, self.world.kept_blocks(), take_output=not self.late)

@@ -7,56 +7,20 @@ it, `conformance.kill_matrix` holds it against the clauses. `kind` is the class 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-KINDS = {
-    "K1": "state of a former owner survives in a reused row or block",
-    "K2": "a rebuild or reorder misses a field, or leaves two names for one array",
-    "K3": "the wrong index space: batch index for row, packed for flat",
-    "K4": "padding is not neutralised",
-    "K5": "a sentinel is used as a real index",
-    "K6": "an index computed in 32 bits overflows",
-    "K7": "a buffer is reused before its reader is done",
-    "K8": "arithmetic at the edge of a chunk or block, or in the wrong unit",
-    "K9": "KV cache groups are mixed up",
-    "K10": "a test of the batch's kind is too coarse",
-    "K11": "NaN and infinity",
-    "K12": "seeded sampling depends on the batch",
-    "K13": "the meaning of a sampling parameter, or a batch that mixes them",
-    "K15": "bookkeeping of drafts, discarded rows and log probabilities",
-    "K16": "preemption, resume and results in flight",
-    "K17": "ranks disagree",
-    "K18": "ownership of shared KV blocks",
-    "K19": "refusal of what does not fit",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Mutant:
-    """In the file `path` of the runner's package, `old` (found exactly once) becomes `new`.
-
-    `clauses`: each of them should notice; a mutant is killed if at least one does.
-    """
-
-    id: str
-    path: str
-    old: str
-    new: str
-    clauses: tuple[str, ...]
-    kind: str
-    why: str
-
-
-def _m(id: str, path: str, old: str, new: str, clauses: str, kind: str, why: str) -> Mutant:
-    """Clauses as words without their common prefix: "SLOT-001 PAD-004"."""
-    return Mutant(id, path, old, new, tuple(f"MR-{c}" for c in clauses.split()), kind, why)
-
+from conformance.dense_mutants import DENSE_MUTANTS
+from conformance.mutant import KINDS as KINDS
+from conformance.mutant import Mutant as Mutant
+from conformance.mutant import mutant as _m
+from conformance.sampling_mutants import SAMPLING_MUTANTS
+from conformance.slot_mutants import SLOT_MUTANTS
 
 CPU_MUTANTS: tuple[Mutant, ...] = (
+    *SAMPLING_MUTANTS,
+    *DENSE_MUTANTS,
     # -- slots ------------------------------------------------------------------------------------------------
     _m("slot-tail-stale", "slot_mapping.py",
        "slot_mappings[g, num_tokens:] = PAD_SLOT_ID", "slot_mappings[g, num_tokens:] = slot_mappings[g, num_tokens:]",
-       "PAD-004 PAD-006", "K4", "The tail keeps slots of an earlier, larger step, which a padded step writes to."),
+       "PAD-004", "K4", "The tail keeps slots of an earlier, larger step, which a padded step writes to."),
     _m("slot-tail-starts-late", "slot_mapping.py",
        "slot_mappings[g, num_tokens:] = PAD_SLOT_ID", "slot_mappings[g, num_tokens + 1 :] = PAD_SLOT_ID",
        "PAD-004", "K4", "Filling starts one behind the real token count, so one padding token owns a stale slot."),
@@ -67,13 +31,13 @@ CPU_MUTANTS: tuple[Mutant, ...] = (
        "block * block_size + offset", "block * min(block_sizes) + offset",
        "SLOT-004", "K9", "One block size serves all groups, which differ."),
     _m("slot-row-zero-is-padding", "slot_mapping.py",
-       "np.where(rows >= 0, block", "np.where(rows > 0, block",
+       "owned = (rows >= 0)", "owned = (rows > 0)",
        "SLOT-001 SLOT-002 SLOT-004", "K5", "Row 0 is taken for the sentinel and its tokens own no slot."),
     _m("slot-block-of-previous-position", "slot_mapping.py",
-       "positions[:num_tokens] // block_size", "np.maximum(positions[:num_tokens] - 1, 0) // block_size",
+       "local // block_size", "np.maximum(local - 1, 0) // block_size",
        "SLOT-001 SLOT-002 SLOT-004", "K8", "The first token of each block goes to the block before it."),
     _m("slot-without-row-not-skipped", "slot_mapping.py",
-       "np.where(rows >= 0, block", "np.where(rows >= -1, block",
+       "owned = (rows >= 0)", "owned = (rows >= -1)",
        "STAGE-004", "K5", "A token without a row gets a slot of row 0."),
     _m("slot-32-bit", "slot_mapping.py",
        "block_index].astype(np.int64)", "block_index].astype(np.int32)",
@@ -84,7 +48,7 @@ CPU_MUTANTS: tuple[Mutant, ...] = (
     # -- the flat batch ---------------------------------------------------------------------------------------
     _m("query-start-tail-zero", "input_batch.py",
        "query_start_loc[num_reqs + 1 :] = query_start_loc[num_reqs]", "query_start_loc[num_reqs + 1 :] = 0",
-       "PAD-001 STAGE-001", "K4", "The tail falls back to 0, so the last padding row has a negative length."),
+       "STAGE-001", "K4", "The tail falls back to 0, so the last padding row has a negative length."),
     _m("query-start-tail-padded", "input_batch.py",
        "query_start_loc[num_reqs + 1 :] = query_start_loc[num_reqs]",
        "query_start_loc[num_reqs + 1 :] = query_start_loc[num_reqs] + 1",
@@ -192,7 +156,7 @@ CPU_MUTANTS: tuple[Mutant, ...] = (
        "POST-001", "K15", "The discarded sample of a chunk takes one computed token back."),
     _m("rejected-not-subtracted", "input_batch.py",
        "query_len - num_rejected[i]", "query_len",
-       "POST-001 INPUT-002", "K15", "Rejected drafts count as computed."),
+       "POST-001", "K15", "Rejected drafts count as computed."),
     _m("last-sampled-is-first", "input_batch.py",
        "= sampled_token_ids[i, n - 1]", "= sampled_token_ids[i, 0]",
        "INPUT-005", "K15", "After accepted drafts the first token is fed again instead of the last."),
@@ -240,7 +204,7 @@ CPU_MUTANTS: tuple[Mutant, ...] = (
        "KV-001", "K8", "A staged run goes to the beginning of its row."),
     _m("staged-writes-replayed", "staged_write.py",
        "self.table,\n        )\n        self._clear()", "self.table,\n        )\n        self.table",
-       "STATE-001 INPUT-002 POST-001", "K7", "Staged runs are not forgotten: every later step applies them again."),
+       "POST-001", "K7", "Staged runs are not forgotten: every later step applies them again."),
     # -- rows -------------------------------------------------------------------------------------------------
     _m("free-rows-as-queue", "request_state.py",
        "self.free_rows.pop()", "self.free_rows.pop(0)",
@@ -250,11 +214,11 @@ CPU_MUTANTS: tuple[Mutant, ...] = (
        "STATE-004", "K17", "Rows are freed in another order than on the other ranks."),
     _m("resume-from-prompt", "request_state.py",
        "self.prefill_len[row] = prefill_len", "self.prefill_len[row] = prompt_len",
-       "STATE-006 INPUT-004 SAMPLE-003", "K16", "A resumed request takes its prompt for all that it knows."),
+       "STATE-006 SAMPLE-003", "K16", "A resumed request takes its prompt for all that it knows."),
     _m("prefix-hit-ignored", "request_state.py",
        "self._num_computed_tokens.stage_write_elem(row, num_computed_tokens)",
        "self._num_computed_tokens.stage_write_elem(row, 0)",
-       "STATE-009 INPUT-002", "K8", "A request whose prefix is cached starts at position 0."),
+       "STATE-009", "K8", "A request whose prefix is cached starts at position 0."),
     _m("drafts-of-former-owner", "request_state.py",
        "self.draft_tokens[row] = 0", "self.draft_tokens[row] *= 1",
        "INPUT-011", "K1", "A new request finds the drafts of the row's former owner."),
@@ -270,14 +234,13 @@ CPU_MUTANTS: tuple[Mutant, ...] = (
        "(states.num_computed_tokens_np[rows] < states.prefill_len[rows]).all()",
        "INPUT-004", "K10", "A batch with one decode is taken for a decode batch."),
     _m("noise-at-packed-position", "runner.py",
-       "self.expanded_idx_mapping[:num_logits], self.positions[rows],",
-       "self.expanded_idx_mapping[:num_logits], self.positions[:num_logits],",
+       "self.positions[rows], self.input_ids[rows]", "self.positions[:n], self.input_ids[rows]",
        "SAMPLE-002 SAMPLE-011", "K12", "The noise of a row is keyed by the position of another token of the batch."),
     _m("resume-keeps-old-blocks", "runner.py",
        "new.block_ids, overwrite=True", "new.block_ids, overwrite=False",
        "KV-001 KV-003", "K1", "A new request's blocks are appended to what its row held before."),
-    _m("seed-is-row", "runner.py",
-       "SamplingParams(temperature=0.0), new.seed)", "SamplingParams(temperature=0.0), row)",
+    _m("seed-is-row", "sample/sampler.py",
+       "self.seeds[row] = new.seed", "self.seeds[row] = row",
        "SAMPLE-007", "K12", "A request's noise depends on the row it happened to get."),
     _m("preempted-keeps-row", "runner.py",
        "plan.finished_req_ids | plan.preempted_req_ids", "plan.finished_req_ids | (plan.preempted_req_ids & set())",
@@ -293,14 +256,30 @@ CPU_MUTANTS: tuple[Mutant, ...] = (
        "POST-002", "K15", "The state advances by the runner's own draw where another was imposed."),
     _m("validation-skipped", "runner.py",
        "        self.validator.check(plan)\n", "        self.validator\n",
-       "ERR-021 ERR-022 ERR-023 ERR-024 ERR-025 ERR-026 ERR-028 ERR-029 ERR-030 ERR-031 ERR-032 ERR-033 ERR-036 "
-       "ERR-037 ERR-039 ERR-041 ERR-042 ERR-101", "K19", "An impossible plan is carried out as far as it goes."),
+       "ERR-020 ERR-021 ERR-022 ERR-023 ERR-024 ERR-025 ERR-026 ERR-027 ERR-028 ERR-029 ERR-030 ERR-031 ERR-032 "
+       "ERR-033 ERR-034 ERR-035 ERR-036 ERR-037 ERR-038 ERR-039 ERR-040 ERR-041 ERR-042 ERR-046 ERR-047 ERR-048 "
+       "ERR-050", "K19",
+       "An impossible plan is carried out as far as it goes."),
+    _m("outcome-unchecked", "runner.py",
+       "np.diff(self.cu_num_logits[: r + 1]), forced,", "np.diff(self.cu_num_logits[: r + 1]), None,",
+       "ERR-044 ERR-045", "K19", "An impossible outcome is imposed."),
+    _m("refusals-without-their-code", "runner.py",
+       """\
+        self.validator.check(plan)
+""",
+       """\
+        try:
+            self.validator.check(plan)
+        except runner_api.PlanError as e:
+            raise runner_api.PlanError(str(e)) from e
+""",
+       "ERR-101", "K19", "Every impossible plan is refused under one code."),
     _m("descriptor-unchecked", "runner.py",
        "check_descriptor(self.config, plan, descriptor)", "check_descriptor(self.config, plan, None)",
        "ERR-043", "K19", "A padded size below the batch is accepted and cuts tokens off."),
     _m("padded-reqs-lost", "runner.py",
        "descriptor.num_reqs if descriptor and descriptor.num_reqs else r", "r",
-       "PAD-005 BATCH-005", "K10", "A graph captured for more requests runs with the real number of them."),
+       "BATCH-005", "K10", "A graph captured for more requests runs with the real number of them."),
     _m("busy-runner-takes-a-plan", "runner.py",
        'if self._pending is not None:\n            raise CallOrderError(\n                "the previous',
        'if self._pending and intermediate_tensors:\n            raise CallOrderError(\n                "the previous',
@@ -310,8 +289,9 @@ CPU_MUTANTS: tuple[Mutant, ...] = (
        '"the previous step has not been sampled", field=setattr(self, "_pending", None)',
        "ERR-003", "K16", "A call that is refused throws away the step that waits for its tokens."),
     _m("every-parameter-admitted", "runner.py",
-       "self._model.vocab_size, CAPABILITIES)", "self._model.vocab_size, frozenset(Capability))",
-       "ERR-005", "K13", "Sampling parameters that nothing implements are accepted and ignored."),
+       "PlanValidator(\n            c, ",
+       "PlanValidator(replace(c, reasoning=runner_api.ReasoningConfig((1,), (2,)), logits_processors=(print,)), ",
+       "ERR-005", "K13", "Sampling parameters that nothing was set up for are accepted and ignored."),
     _m("refused-after-the-change", "runner.py",
        "        self.validator.check(plan)\n",
        "        self.req_states.finish_requests(plan.finished_req_ids), self.validator.check(plan)\n",
@@ -340,61 +320,6 @@ CPU_MUTANTS: tuple[Mutant, ...] = (
             zero_blocks(self.kv_caches.values(), [b for n in plan.scheduled_new_reqs for g in n.block_ids for b in g])
 """,
        "KV-007 KV-005", "K18", "All blocks of a new request are blanked, those that it shares included."),
-    # -- sampling ---------------------------------------------------------------------------------------------
-    _m("temperature-by-batch-index", "sample/temperature.py",
-       "np.where(rows >= 0, temperature[rows], 0)", "np.where(rows >= 0, temperature[:num_logits], 0)",
-       "SAMPLE-002 SAMPLE-011", "K3", "A request is drawn at another's temperature."),
-    _m("greedy-by-batch-index", "sample/gumbel.py",
-       "(temperature[rows] != 0)", "(temperature[:num_logits] != 0)",
-       "SAMPLE-001 SAMPLE-002", "K3", "Whether a row is greedy is read from another request."),
-    _m("seed-by-batch-index", "sample/gumbel.py",
-       "seeds[rows][random]", "seeds[:num_logits][random]",
-       "SAMPLE-002 SAMPLE-011", "K12", "The noise is keyed by the seed of another request."),
-    _m("noise-position-packed", "sample/gumbel.py",
-       "positions[:num_logits][random]", "positions[: random.sum()]",
-       "SAMPLE-002 SAMPLE-011", "K12", "In a batch that is partly greedy, positions are packed and logits are not."),
-    _m("ties-to-last", "sample/gumbel.py",
-       "scores.argmax(axis=1)", "scores.shape[1] - 1 - scores[:, ::-1].argmax(axis=1)",
-       "SAMPLE-001 STAGE-008", "K13", "Of equal scores the last is taken."),
-    _m("ids-of-another-shard", "sample/gumbel.py",
-       "scores.argmax(axis=1)", "scores.argmax(axis=1) + scores.shape[1]",
-       "SAMPLE-006", "K17", "The first token id of a vocabulary shard is added once too often."),
-    _m("top-p-drops-crossing-token", "sample/top_k_top_p.py",
-       "kept = kept[before < p]", "kept = kept[before + probability <= p]",
-       "SAMPLE-002", "K13", "The token whose probability crosses p is dropped."),
-    _m("top-p-keeps-one-more", "sample/top_k_top_p.py",
-       "kept = kept[before < p]", "kept = kept[before - probability < p]",
-       "SAMPLE-002 SAMPLE-009", "K13", "A token is kept although those before it already reach p."),
-    _m("top-k-keeps-one-more", "sample/top_k_top_p.py",
-       "kept = order[:k]", "kept = order[: k + 1]",
-       "SAMPLE-002 SAMPLE-008", "K13", "One token more than k survives."),
-    _m("top-k-by-batch-index", "sample/top_k_top_p.py",
-       "row = expanded_idx_mapping[j]", "row = j",
-       "SAMPLE-002 SAMPLE-008 SAMPLE-009", "K3", "A request is cut by another's k and p."),
-    _m("min-p-by-batch-index", "sample/min_p.py",
-       "p = min_p[expanded_idx_mapping[:num_logits]]", "p = min_p[:num_logits]",
-       "SAMPLE-002 SAMPLE-010", "K3", "A request is cut by another's min-p."),
-    _m("min-p-only-if-all", "sample/sampler.py",
-       "if self.min_p[rows].any():", "if self.min_p[rows].all():",
-       "SAMPLE-002 SAMPLE-010", "K13", "One request without min-p switches it off for the whole batch."),
-    _m("top-k-one-means-all", "sample/sampler.py",
-       "if 0 < params.top_k < self.vocab_size", "if 1 < params.top_k < self.vocab_size",
-       "SAMPLE-008 SAMPLE-002", "K13", "top_k = 1 is taken for \"no limit\"."),
-    _m("seed-high-word-lost", "sample/noise.py",
-       "(seed >> np.uint64(32)).astype(U32)", "(seed >> np.uint64(64 - 1)).astype(U32)",
-       "SAMPLE-002", "K6", "Of a 64-bit seed the low word alone reaches the noise."),
-    _m("position-not-in-noise", "sample/noise.py",
-       "(np.asarray(positions, np.int64).view(np.uint64) & MASK)",
-       "(np.asarray(positions, np.int64).view(np.uint64) & np.uint64(0))",
-       "SAMPLE-002", "K12", "The generator starts anew at every step, so equal logits give equal draws."),
-    # -- log probabilities ------------------------------------------------------------------------------------
-    _m("rank-counts-from-zero", "sample/logprob.py",
-       "(x >= drawn)", "(x > drawn)",
-       "LOGPROB-002", "K15", "The best token has rank 0."),
-    _m("logprob-of-best", "sample/logprob.py",
-       "chosen = np.concatenate([token_ids[:, None], top], axis=1)",
-       "chosen = np.concatenate([x.argmax(1)[:, None], top], axis=1)",
-       "LOGPROB-001", "K15", "The first column tells of the likeliest token and not of the drawn one."),
     # -- results and caches -----------------------------------------------------------------------------------
     _m("counts-not-copied", "async_output.py",
        "num_sampled.copy()", "num_sampled",
@@ -409,7 +334,7 @@ CPU_MUTANTS: tuple[Mutant, ...] = (
        "cache[destination] = cache[source]", "cache[source] = cache[destination]",
        "KV-006", "K18", "Copy on write runs from the new block to the shared one."),
     _m("output-consumed", "async_output.py",
-       "self._num_sampled.tolist(), strict", "(self._num_sampled.tolist(), self._num_sampled.fill(0))[0], strict",
+       "self._num_sampled.tolist(), self", "(self._num_sampled.tolist(), self._num_sampled.fill(0))[0], self",
        "ASYNC-001", "K7", "Reading the result uses it up."),
     _m("copies-before-blanking", "runner.py",
        """\
@@ -441,7 +366,7 @@ CPU_MUTANTS: tuple[Mutant, ...] = (
     # -- attention --------------------------------------------------------------------------------------------
     _m("metadata-window-of-group-0", "attn_metadata.py",
        "window=group.spec.sliding_window", "window=self.groups[0].spec.sliding_window",
-       "ATTN-002 ATTN-001", "K9", "All groups attend within the first group's window."),
+       "ATTN-002", "K9", "All groups attend within the first group's window."),
     _m("attention-sees-all", "models/witness.py",
        "running[base + at + 1]", "running[base + seq_lens[query_owner]]",
        "ATTN-001", "K8", "A query sees the tokens behind it, which shows in drafts and prefills alone."),
@@ -467,6 +392,7 @@ CPU_MUTANTS: tuple[Mutant, ...] = (
     _m("softmax-tail-stale", "attention.py",
        "out[query_start_loc[num_reqs] :] = 0", "out[query_start_loc[num_reqs] :] *= 1",
        "STAGE-001", "K11", "The output of padding tokens is whatever the buffer held, NaN included."),
+    *SLOT_MUTANTS,
 )  # fmt: skip
 
 MUTANTS: dict[str, tuple[Mutant, ...]] = {"cpu": CPU_MUTANTS}

@@ -46,16 +46,6 @@ class Diverged(RunnerError):
         super().__init__(f"the runners diverge at step {divergence.step}: {divergence.difference}")
 
 
-class _Taken:
-    """An output that is already on the host."""
-
-    def __init__(self, output: ModelRunnerOutput) -> None:
-        self._output = output
-
-    def get_output(self) -> ModelRunnerOutput:
-        return self._output
-
-
 class PairedRunner:
     """A `ModelRunner` made of a candidate and an oracle, both built alike; both must record logits.
 
@@ -125,22 +115,25 @@ class PairedRunner:
             return self.oracle.sample_tokens(grammar, forced=forced)
         if self._pending is None:
             raise CallOrderError("no step is waiting for its tokens", field="sample_tokens")
-        if grammar is not None:
-            raise CapabilityError("grammars are not offered", field="grammar")
         plan, descriptor = self._pending
         self._pending = None
-        record = self._step(plan, descriptor, forced)
-        tokens = record.tokens()
-        self._drawn.update({req_id: len(t) for req_id, t in tokens.items()})
+        record = self._step(plan, descriptor, forced, grammar)
+        self._drawn.update({req_id: len(t) for req_id, t in record.tokens().items()})
         if self.most_tokens is not None:
             self._alone = min(self._drawn.values()) >= self.most_tokens
-        return _Taken(ModelRunnerOutput(record.req_ids, tuple(tokens[r] for r in record.req_ids)))
+        output = self.lockstep.oracle_output
+        assert output is not None
+        return output
 
     def _step(
-        self, plan: SchedulerOutput, descriptor: BatchDescriptor | None, forced: ForcedStep | None = None
+        self,
+        plan: SchedulerOutput,
+        descriptor: BatchDescriptor | None,
+        forced: ForcedStep | None = None,
+        grammar: GrammarOutput | None = None,
     ) -> StepRecord:
         start = time.perf_counter()
-        record = self.lockstep.step(plan, descriptor, forced)
+        record = self.lockstep.step(plan, descriptor, forced, grammar)
         result = self.lockstep.result
         if record is None:
             assert result.first is not None

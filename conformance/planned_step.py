@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from runner_api import BatchDescriptor, ForcedStep, SamplingParams, SchedulerOutput
+from runner_api import BatchDescriptor, ForcedStep, GrammarOutput, SamplingParams, SchedulerOutput
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +26,7 @@ class WorldRequest:
     started: bool = False  # scheduled since it was added
     shared_until: int = 0  # positions below it were computed by another request
     copied: range = range(0)  # positions that arrived by a block copy
+    admitted_at: int = 0  # tokens computed when it was added last
 
     @property
     def prefilling(self) -> bool:
@@ -54,7 +55,10 @@ class RequestTruth:
 
 @dataclass(frozen=True, slots=True)
 class StepTruth:
-    """The world's truth of one step: `order` is the batch order, `requests` is keyed by request id."""
+    """The world's truth of one step: `order` is the batch order, `requests` is keyed by request id.
+
+    removed: who finished or was preempted, whether or not the plan lists it.
+    """
 
     order: tuple[str, ...]
     requests: Mapping[str, RequestTruth]
@@ -63,12 +67,13 @@ class StepTruth:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """One plan, its padded shape if it has one, an imposed outcome if the world verifies drafts, and the truth."""
+    """One plan, its padded shape if it has one, the truth, an imposed outcome where drafts are verified, and masks."""
 
     plan: SchedulerOutput
     descriptor: BatchDescriptor | None
     truth: StepTruth
     forced: ForcedStep | None = None
+    grammar: GrammarOutput | None = None  # masks for some of the requests that ask for a form
 
     def drafts_held(self) -> dict[str, list[int]] | None:
         """The drafts that the imposed outcome leaves in each request's row; None without one."""

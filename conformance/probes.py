@@ -13,7 +13,26 @@ import numpy as np
 
 from conformance.clauses import clause
 from conformance.context import Mismatch
+from conformance.dense_probes import DENSE_PROBES
+from conformance.grammar_probes import (
+    masks_behind_drafts,
+    masks_belong_to_their_requests,
+    misfits_are_refused,
+    stops_come_back,
+)
 from conformance.harness import build_runner
+from conformance.logprob_probes import log_probabilities_are_right, prompts_are_scored
+from conformance.outcome_probes import (
+    nan_rows_have_a_fault,
+    processors_are_told,
+    rows_without_a_token_have_a_fault,
+    traces_are_replayed,
+)
+from conformance.sampling_probes import (
+    circumstances_change_nothing,
+    drafts_count_as_said,
+    parameters_do_what_they_say,
+)
 from conformance.stage_laws import stages_alone
 from runner_api import (
     BatchDescriptor,
@@ -30,9 +49,11 @@ from runner_api import (
     RunnerError,
     SamplingParams,
     SchedulerOutput,
+    StructuredOutputsParams,
     WitnessConfig,
     WitnessGroup,
 )
+from runner_api.constants import MAX_STOP_TOKEN_IDS
 from runner_api.loader import call_factory
 from runner_api.protocol import RunnerFactory
 
@@ -89,7 +110,7 @@ def bad_plans() -> dict[str, tuple[SchedulerOutput, BatchDescriptor | None]]:
         "MR-ERR-020": plan_of(cached={"a": a}, total_num_scheduled_tokens=1.0),
         "MR-ERR-021": SchedulerOutput(num_scheduled_tokens={"a": 1}, total_num_scheduled_tokens=1),
         "MR-ERR-022": plan_of(new("a", [7, 8], [3])),
-        "MR-ERR-023": plan_of(fresh, new("d", [7], [4])),
+        "MR-ERR-023": plan_of(fresh, new("d", [7], [4]), cached={"a": a, "b": b}),
         "MR-ERR-024": plan_of(replace(fresh, prompt_token_ids=[7, 8, 9])),
         "MR-ERR-025": plan_of(new("c", [7, MODEL.vocab_size], [3])),
         "MR-ERR-026": plan_of(
@@ -124,7 +145,7 @@ def bad_plans() -> dict[str, tuple[SchedulerOutput, BatchDescriptor | None]]:
         "MR-ERR-046": plan_of(
             replace(fresh, sampling_params=SamplingParams(temperature=0.0, logprobs=MODEL.vocab_size + 1))
         ),
-        "MR-ERR-047": plan_of(new("c", [7, 8], [1])),
+        "MR-ERR-047": plan_of(new("c", [7, 8], [1]), cached={"a": a}),
         "MR-ERR-048": plan_of(replace(fresh, sampling_params=SamplingParams(temperature=1.0, n=2))),
     }  # fmt: skip
     tight = BatchDescriptor(CUDAGraphMode.FULL, 1, 1)
@@ -206,6 +227,31 @@ def impossible_outcomes_are_refused(bench: Bench) -> Found:
     return found
 
 
+def too_many_stop_tokens_are_refused(bench: Bench) -> Found:
+    """One more end of the model than the table by row has room for; where nothing is held back it does not matter."""
+    if Capability.MIN_TOKENS not in bench.capabilities:
+        return {}
+    model = WitnessConfig(2 * MAX_STOP_TOKEN_IDS, (WitnessGroup(4),))
+    runner = build_runner(bench.runner, model, CONFIG, NUM_BLOCKS)[0]
+    ends = tuple(range(MAX_STOP_TOKEN_IDS + 1))
+    held = new("a", [1, 2], [1], eos_token_ids=ends, sampling_params=SamplingParams(temperature=0.0, min_tokens=1))
+    found: Found = {"MR-ERR-050": [], "MR-ERR-101": []}
+    got: Any = "accepted"
+    try:
+        run(runner, plan_of(held))
+    except PlanError as e:
+        got = "PlanError"
+        if e.code != "MR-ERR-050":
+            found["MR-ERR-101"].append(Mismatch("MR-ERR-101", "code", None, (), e.code, "MR-ERR-050"))
+    except Exception as e:  # any other error is a crash, not a refusal
+        got = repr(e)
+    if got != "PlanError":
+        found["MR-ERR-050"].append(Mismatch("MR-ERR-050", "execute_model", "a", (), got, "PlanError"))
+        return found
+    run(runner, plan_of(replace(held, sampling_params=GREEDY)))
+    return found
+
+
 def calls_out_of_order_are_refused(bench: Bench) -> Found:
     found: Found = {"MR-ERR-002": [], "MR-ERR-003": []}
 
@@ -241,17 +287,23 @@ def calls_out_of_order_are_refused(bench: Bench) -> Found:
 
 
 def capabilities_not_offered_are_refused(bench: Bench) -> Found:
-    """Every sampling parameter whose capability is missing raises CapabilityError when a request asks for it."""
+    """Every sampling parameter whose capability is missing raises CapabilityError when a request asks for it.
+
+    So do those that need something that the runner was not built with: markers of thinking, a logits processor.
+    """
     asks = (
         SamplingParams(temperature=1.0, seed=1), SamplingParams(top_k=3), SamplingParams(top_p=0.5),
         SamplingParams(min_p=0.5), SamplingParams(logprobs=1), SamplingParams(prompt_logprobs=1),
         SamplingParams(presence_penalty=1.0), SamplingParams(logit_bias={1: 2.0}),
         SamplingParams(allowed_token_ids=(1,)), SamplingParams(min_tokens=2),
         SamplingParams(bad_words_token_ids=((1,),)),
+        SamplingParams(temperature=0.0, thinking_token_budget=3),
+        SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")), SamplingParams(logprob_token_ids=(1,)),
+        SamplingParams(trace_decode_token_ids=(1,)), SamplingParams(temperature=0.0, extra_args={"a": 1}),
     )  # fmt: skip
     runner, found = bench.fresh(), []
-    missing = [p for p in asks if p.required_capabilities() - bench.capabilities]
-    for params in missing:
+    unbuilt = [p for p in asks if p.thinking_token_budget is not None or p.extra_args]
+    for params in [p for p in asks if p.required_capabilities() - bench.capabilities or p in unbuilt]:
         try:
             runner.execute_model(plan_of(new("a", [1], [1], sampling_params=params)))
         except CapabilityError:
@@ -261,9 +313,9 @@ def capabilities_not_offered_are_refused(bench: Bench) -> Found:
         else:
             got = "accepted"
             runner = bench.fresh()
-        wanted = sorted(c.value for c in params.required_capabilities() - bench.capabilities)
+        wanted = sorted(c.value for c in params.required_capabilities() - bench.capabilities) or "what is not set up"
         found.append(Mismatch("MR-ERR-005", "sampling_params", "a", (), got, f"CapabilityError for {wanted}"))
-    return {"MR-ERR-005": found} if missing else {}
+    return {"MR-ERR-005": found}
 
 
 def late_output_is_the_same(bench: Bench) -> Found:
@@ -302,9 +354,10 @@ def plans_are_copied(bench: Bench) -> Found:
 def unknown_ids_change_nothing(bench: Bench) -> Found:
     if Capability.STATE_DIGEST not in bench.capabilities:
         return {}
-    runner = bench.fresh()
+    runner, twin = bench.fresh(), bench.fresh()
     empty = runner.state_digest()
     two_live(runner)
+    two_live(twin)
     before, again = dict(runner.state_digest()), dict(runner.state_digest())
     found: Found = {"MR-STATE-010": [], "MR-STATE-005": []}
     if before != again:
@@ -312,8 +365,10 @@ def unknown_ids_change_nothing(bench: Bench) -> Found:
     if before == dict(empty):
         found["MR-STATE-010"].append(Mismatch("MR-STATE-010", "state_digest", None, (), "unchanged", "follows a step"))
     runner.execute_model(SchedulerOutput(finished_req_ids=frozenset({"z"}), preempted_req_ids=frozenset({"y"})))
-    if dict(runner.state_digest()) != before:
-        found["MR-STATE-005"].append(Mismatch("MR-STATE-005", "state_digest", None, (), "changed", "as before"))
+    twin.execute_model(SchedulerOutput())
+    if dict(runner.state_digest()) != dict(twin.state_digest()):
+        wanted = "as without them"
+        found["MR-STATE-005"].append(Mismatch("MR-STATE-005", "state_digest", None, (), "changed", wanted))
     run(runner, plan_of(cached={"a": (3, None)}))
     if dict(runner.state_digest()) == before:
         found["MR-STATE-010"].append(Mismatch("MR-STATE-010", "state_digest", "a", (), "unchanged", "follows a decode"))
@@ -410,9 +465,13 @@ def ties_go_to_the_lowest_id(bench: Bench) -> Found:
 
 
 PROBES: tuple[Callable[[Bench], Found], ...] = (
+    *DENSE_PROBES,
     impossible_plans_are_refused, impossible_outcomes_are_refused, calls_out_of_order_are_refused,
-    capabilities_not_offered_are_refused,
+    too_many_stop_tokens_are_refused, capabilities_not_offered_are_refused,
     late_output_is_the_same, plans_are_copied, unknown_ids_change_nothing, neighbours_do_not_matter,
     forced_tokens_enter_the_state, a_refused_plan_is_not_begun, plans_without_tokens_change_rows,
-    ties_go_to_the_lowest_id, stages_alone,
+    ties_go_to_the_lowest_id, stages_alone, parameters_do_what_they_say, drafts_count_as_said,
+    circumstances_change_nothing, nan_rows_have_a_fault, rows_without_a_token_have_a_fault, traces_are_replayed,
+    processors_are_told, log_probabilities_are_right, prompts_are_scored, masks_belong_to_their_requests,
+    masks_behind_drafts, stops_come_back, misfits_are_refused,
 )  # fmt: skip

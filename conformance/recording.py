@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from conformance.replay_layout import batch_order, plans_for
 from runner_api import (
     BatchDescriptor,
     Capability,
@@ -25,6 +26,7 @@ from runner_api import (
     KVCacheConfig,
     KVCacheGroup,
     ModelRunner,
+    PlanError,
     RunnerConfig,
     RunnerError,
     RunnerFactory,
@@ -32,11 +34,13 @@ from runner_api import (
     StepRecord,
     Trace,
     TraceError,
+    UnknownNameError,
     WitnessConfig,
     WitnessGroup,
     group_kv_cache_specs,
 )
 from runner_api.loader import call_factory
+from runner_api.trace_vllm import RECORDED_LAYOUTS
 
 DATA = Path(__file__).parent / "data"
 RECORDINGS = DATA / "recordings"
@@ -51,12 +55,30 @@ WITNESS_VOCAB_SIZE = 512
 class ReplayStep:
     """All that a runner gets of one recorded step.
 
-    forced is None where the step scheduled no tokens. Nothing in here is shared with the record it came from.
+    forced is None where the step scheduled no tokens. req_ids: whose rows these are, where the runner's batch has
+    another order than the recorded one. Nothing in here is shared with the record it came from.
     """
 
     plan: SchedulerOutput
     descriptor: BatchDescriptor | None
     forced: ForcedStep | None
+    req_ids: tuple[str, ...] | None = None
+
+    def forced_for(self, record: StepRecord) -> ForcedStep | None:
+        """The outcome in the batch order that the runner tells between its two calls.
+
+        Raises PlanError if that order is not one of the step's requests.
+        """
+        if self.forced is None or self.req_ids is None:
+            return self.forced
+        order = batch_order(self.req_ids, record.req_ids)
+        if order is None:
+            raise PlanError(
+                "not the requests of the step", field="req_ids", got=record.req_ids, expected=sorted(self.req_ids)
+            )
+        forced = self.forced
+        logits = None if forced.logits is None else forced.logits[order]
+        return ForcedStep(forced.token_ids[order], forced.num_sampled[order], None, logits)
 
     @classmethod
     def from_record(
@@ -106,12 +128,14 @@ class ReplayStep:
 class Setup:
     """How one recording is replayed.
 
-    model: what `load_model` gets. model_name: how reports call it. judge_tokens: whether the logits are those of the
-    recorded model, so that its tokens mean something. recorded_logits: whether they are the recorded ones to the bit.
+    recorded_layout: of the rows that were recorded; the runner's own is in `config`. model: what `load_model` gets.
+    model_name: how reports call it. judge_tokens: whether the logits are those of the recorded model, so that its
+    tokens mean something. recorded_logits: whether they are the recorded ones to the bit.
     """
 
     config: RunnerConfig
     num_groups: int
+    recorded_layout: str
     model: Any = None
     model_name: str = ""
     judge_tokens: bool = False
@@ -122,28 +146,45 @@ class Setup:
     def recorded_logits(self) -> bool:
         return self.logits is not None
 
+    @property
+    def by_request(self) -> bool:
+        """The runner's rows are of another layout than the recorded ones."""
+        return self.config.layout != self.recorded_layout
+
 
 def prepare(
     path: Path, trace: Trace, *, model: str | None = None, logits: str = "auto", dtype: str = "float32",
-    device: str = "auto",
+    device: str = "auto", layout: str | None = None,
 ) -> Setup:  # fmt: skip
     """Decide how to replay a recording: the runner's configuration, the model, the source of the logits.
 
-    Raises `TraceError` for a recording that says too little, `CapabilityError` for one that needs what replay does
-    not offer, `CheckpointError` where the model cannot be found.
+    logits: one of LOGITS_SOURCES, or a file of recorded ones (.npz). layout: of the runner's rows; None: the recorded
+    one. Raises `TraceError` for a recording that says too little, `CapabilityError` for one that needs what replay
+    does not offer, `CheckpointError` where the model cannot be found.
     """
     if not trace.is_vllm_recording:
         raise TraceError("is a trace of our own", field=str(path), expected="a recording of vLLM (first key 'meta')")
-    if trace.meta["runner"] != "V2":
-        raise CapabilityError(
-            "recorded on the dense row layout, which is not offered yet", field=f"{path}: meta.runner",
-            got=trace.meta["runner"], expected="'V2' (the slots layout)", hint=f"Needs {Capability.DENSE_LAYOUT.value}",
-        )  # fmt: skip
     batches = [s for s in trace.steps if s.num_reqs]
     if not batches:
         raise TraceError("holds no step with a batch", field=str(path))
-    setup = Setup(_config(path, trace, dtype, device), len(batches[0].block_tables))
+    recorded_layout = RECORDED_LAYOUTS[trace.meta["runner"]]
+    config = _config(path, trace, dtype, device, layout or recorded_layout)
+    setup = Setup(config, len(batches[0].block_tables), recorded_layout)
+    if setup.by_request:
+        setup.notes.append(
+            f"recorded on the {recorded_layout} layout, replayed on the {config.layout} one: steps are compared by "
+            "request, and rows with nothing"
+        )
+    elif recorded_layout == "dense":
+        setup.notes.append(
+            "idx_mapping, cu_num_logits, num_sampled and block_tables are not recorded: they follow from the layout "
+            "and the recorded plans"
+        )
     stored = path.with_name(f"{path.stem}_logits.npz")
+    if logits.endswith(".npz"):
+        stored, logits = Path(logits), "recorded"
+    elif logits not in LOGITS_SOURCES:
+        raise UnknownNameError("source of logits", logits, LOGITS_SOURCES, field="--logits")
     if setup.config.num_speculative_tokens:
         _integers_alone(setup, trace, "a recording with drafts, which are forced like their outcome", model, logits)
     elif logits == "recorded" or (logits == "auto" and model is None and stored.is_file()):
@@ -155,7 +196,7 @@ def prepare(
         setup.notes.append("tokens are drawn from the recorded logits; no model is run for them")
     else:
         _find_model(setup, path, trace, model, logits)
-    if setup.judge_tokens and not setup.recorded_logits and dtype in ("float16", "bfloat16"):
+    if setup.judge_tokens and dtype in ("float16", "bfloat16"):
         setup.judge_tokens = False
         setup.notes.append(
             f"layout alone: the recorded logits are float32, and {dtype} may draw other tokens; "
@@ -226,12 +267,15 @@ def _check_offered(runner: ModelRunner, launch: Launch) -> None:
 
 def replay_steps(setup: Setup, trace: Trace, num_steps: int) -> Iterator[ReplayStep]:
     """The recorded steps in order, each as a runner may see it."""
-    next_drafts = drafts_to_hold(trace.steps)
-    for record, drafts in zip(trace.steps[:num_steps], next_drafts, strict=False):
+    steps = trace.steps[:num_steps]
+    plans = plans_for(setup.config.layout or setup.recorded_layout, (record.plan for record in steps))
+    for record, plan, drafts in zip(steps, plans, drafts_to_hold(trace.steps), strict=False):
         logits = None
         if setup.logits is not None and record.num_reqs:
-            logits = _step_logits(setup.logits, record, trace.name)
-        yield ReplayStep.from_record(record, setup.config.num_speculative_tokens, drafts, logits)
+            logits = step_logits(setup.logits, record, trace.name)
+        told = replace(record, plan=plan)
+        step = ReplayStep.from_record(told, setup.config.num_speculative_tokens, drafts, logits)
+        yield replace(step, req_ids=record.req_ids) if setup.by_request else step
 
 
 def drafts_to_hold(steps: Sequence[StepRecord]) -> list[dict[str, list[int]]]:
@@ -248,7 +292,7 @@ def drafts_to_hold(steps: Sequence[StepRecord]) -> list[dict[str, list[int]]]:
 # -- configuration --------------------------------------------------------------------------------------------
 
 
-def _config(path: Path, trace: Trace, dtype: str, device: str) -> RunnerConfig:
+def _config(path: Path, trace: Trace, dtype: str, device: str, layout: str) -> RunnerConfig:
     meta = trace.meta
     name, _, version = str(meta["source"]).partition(" ")
     noise = NOISE_BY_VERSION.get(".".join(version.split(".")[:2])) if name == "vllm" else None
@@ -257,10 +301,11 @@ def _config(path: Path, trace: Trace, dtype: str, device: str) -> RunnerConfig:
             "recorded by a version whose random numbers are not known", field=f"{path}:1 meta.source",
             got=meta["source"], expected=" or ".join(f"'vllm {v}.x'" for v in NOISE_BY_VERSION),
         )  # fmt: skip
-    if "free_rows" not in meta:
+    fixed_rows = layout == RECORDED_LAYOUTS[meta["runner"]] == "slots"
+    if fixed_rows and "free_rows" not in meta:
         raise TraceError("missing field", field=f"{path}:1 meta.free_rows")
     num_groups = max(len(s.block_tables) for s in trace.steps)
-    asked = RunnerConfig(noise=noise, dtype=dtype, device=device)
+    asked = RunnerConfig(noise=noise, dtype=dtype, device=device, layout=layout)
     try:
         return replace(
             asked,
@@ -268,7 +313,7 @@ def _config(path: Path, trace: Trace, dtype: str, device: str) -> RunnerConfig:
             max_num_batched_tokens=meta["max_num_batched_tokens"],
             max_model_len=meta["max_model_len"],
             num_speculative_tokens=(meta.get("speculative_config") or {}).get("num_speculative_tokens", 0),
-            initial_free_rows=tuple(meta["free_rows"]),
+            initial_free_rows=tuple(meta["free_rows"]) if fixed_rows else None,
             # The recorded program keeps table entries behind a sliding window.
             window_reach=(0,) * num_groups,
         )
@@ -299,6 +344,7 @@ def _needs(setup: Setup, steps: Sequence[StepRecord]) -> set[Capability]:
         if record.num_tokens_padded > record.num_tokens or record.num_reqs_padded > record.num_reqs:
             needs.add(Capability.PADDED_BATCH)
     for capability, needed in (
+        (Capability.DENSE_LAYOUT, setup.config.layout == "dense"),
         (Capability.MULTI_GROUP, setup.num_groups > 1),
         (Capability.SLIDING_WINDOW, isinstance(setup.model, WitnessConfig) and _has_window(setup.model)),
         (Capability.DRAFT_LAYOUT, setup.config.num_speculative_tokens > 0),
@@ -399,8 +445,16 @@ def _open_logits(path: Path) -> Any:
     return stored
 
 
-def _step_logits(stored: Any, record: StepRecord, name: str) -> np.ndarray:
+def step_logits(stored: Any, record: StepRecord, name: str) -> np.ndarray:
+    """The recorded logits of a step, in the batch order of the record: float32[L, V]."""
     key = f"logits_{record.extra['step']}"
     if key not in stored.files:
         raise TraceError("missing field", field=f"{name}_logits.npz {key}")
-    return np.array(stored[key], np.float32)
+    logits = np.array(stored[key], np.float32)
+    if logits.ndim != 2 or len(logits) != len(record.logits_indices):
+        raise TraceError(
+            "not one row for each of the step's", field=f"{name}_logits.npz {key}", got=logits.shape,
+            expected=f"{len(record.logits_indices)} rows",
+        )  # fmt: skip
+    # In another batch order than the recorded one, it says which rows these are.
+    return logits[record.extra["logits_rows"]] if "logits_rows" in record.extra else logits

@@ -12,14 +12,16 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from conformance.lockstep import AGREE, DIVERGE
 from conformance.recording import Launch, ReplayStep, Setup, check_offered, launch_of, prepare, replay_steps
 from conformance.replay_drive import Driver
 from conformance.replay_judge import RecordingReport, StepJudge
+from conformance.replay_layout import in_batch_order, plans_for
 from runner_api import ConfigError, Trace, load_trace
+from runner_api.loader import built_layout
 from runner_api.protocol import RunnerFactory
 
 log = logging.getLogger("modelrunner")
@@ -44,16 +46,17 @@ def prepare_replay(
     steps: int | None = None,
     dtype: str = "float32",
     device: str = "auto",
+    layout: str | None = None,
     trace: Trace | None = None,
 ) -> Replay:
     """Read a recording and find out whether `runner` can be held against `steps` of it (all if None).
 
-    trace: the recording, if it is read already. Raises `TraceError`, `CapabilityError`, `CheckpointError` or
-    `ConfigError` where it cannot.
+    layout: of the runner's rows, if not the recorded one. trace: the recording, if it is read already. Raises
+    `TraceError`, `CapabilityError`, `CheckpointError` or `ConfigError` where it cannot.
     """
     path = Path(path)
     trace = load_trace(path) if trace is None else trace
-    setup = prepare(path, trace, model=model, logits=logits, dtype=dtype, device=device)
+    setup = prepare(path, trace, model=model, logits=logits, dtype=dtype, device=device, layout=layout)
     total = len(trace.steps) if steps is None else min(steps, len(trace.steps))
     launch = launch_of(setup, trace, total)
     check_offered(runner, launch)
@@ -70,16 +73,21 @@ def run(
     with Driver(runner, replay.launch) as driver:
         info = driver.describe()
         log.info("%s", info.line())
-        report = RecordingReport(replay.trace.name, info.name, replay.setup.model_name, notes=list(replay.setup.notes))
-        judge = StepJudge(replay.setup, report)
-        for number, (record, step) in enumerate(zip(replay.trace.steps, replay.steps, strict=False)):
-            judge.admit(record)
+        setup, steps = replay.setup, replay.trace.steps
+        report = RecordingReport(replay.trace.name, info.name, setup.model_name, notes=list(setup.notes))
+        report.layout, report.selection = info.layout, built_layout(setup.config, info).to_dict()
+        judge = StepJudge(setup, report)
+        # To the judge a resumed request is a new one, whatever the layout.
+        admitted = plans_for("slots", (record.plan for record in steps))
+        for number, (record, plan, step) in enumerate(zip(steps, admitted, replay.steps, strict=False)):
+            judge.admit(replace(record, plan=plan))
             taken = driver.take(step)
             if taken.error is not None:
                 judge.failed(number, record, taken.stage, taken.error)
                 break
             report.steps += 1
-            judge.compare(number, record, taken.record, taken.output)
+            expected = in_batch_order(record, taken.record) if setup.by_request else record
+            judge.compare(number, expected, taken.record, taken.output)
             if progress is not None:
                 progress(report.steps, len(replay.steps))
         report.launches = driver.launches()
@@ -95,13 +103,15 @@ def replay_recording(
     steps: int | None = None,
     dtype: str = "float32",
     device: str = "auto",
+    layout: str | None = None,
     trace: Trace | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> RecordingReport:
     """Both in one: `prepare_replay`, whose arguments and errors these are, then `run`."""
     prepared = prepare_replay(
-        path, runner=runner, model=model, logits=logits, steps=steps, dtype=dtype, device=device, trace=trace
-    )
+        path, runner=runner, model=model, logits=logits, steps=steps, dtype=dtype, device=device, layout=layout,
+        trace=trace,
+    )  # fmt: skip
     return run(prepared, runner, progress)
 
 
@@ -112,11 +122,15 @@ def run_replay(args: argparse.Namespace) -> int:
     """Replay every file named; print a report; 0 if all agree, 1 if one diverges. Misuse is raised."""
     if args.steps is not None and args.steps < 1:
         raise ConfigError("nothing to replay", field="--steps", got=args.steps, expected=">= 1")
+    if args.logits.endswith(".npz") and len(args.files) > 1:
+        raise ConfigError(
+            "logits belong to one recording", field="--logits", got=f"{len(args.files)} recordings", expected="one"
+        )
     # A file that cannot be replayed is found before an hour is spent on the ones in front of it.
     prepared = [
         prepare_replay(
             path, runner=args.runner, model=args.model, logits=args.logits, steps=args.steps, dtype=args.dtype,
-            device=args.device,
+            device=args.device, layout=args.layout,
         )
         for path in args.files
     ]  # fmt: skip
@@ -136,7 +150,8 @@ def run_replay(args: argparse.Namespace) -> int:
 
 
 def _table(report: RecordingReport) -> list[str]:
-    lines = [f"{report.recording}: {report.steps} steps, runner {report.runner}, model {report.model}"]
+    who = f"runner {report.runner}, layout {report.layout}, model {report.model}"
+    lines = [f"{report.recording}: {report.steps} steps, {who}"]
     lines.append(f"  {'field':24}{'equal':>10}{'near tie':>10}{'different':>11}")
     for name, (equal, different) in report.fields.items():
         lines.append(f"  {name:24}{equal:>10}{'':>10}{different:>11}")

@@ -70,8 +70,10 @@ def take_step(runner: ModelRunner, step: ReplayStep) -> Taken:
     try:
         output: Any = runner.execute_model(step.plan, descriptor=step.descriptor)
         if step.forced is not None:
+            stage = "record"
+            forced = step.forced if step.req_ids is None else step.forced_for(runner.last_step())
             stage = "sample_tokens"
-            handle = runner.sample_tokens(forced=step.forced)
+            handle = runner.sample_tokens(forced=forced)
             stage = "output"
             output = handle.get_output()
         stage = "record"

@@ -12,22 +12,22 @@ from typing import Any
 
 import numpy as np
 
+from conformance.certificates import DIVERGENCE, Certifier, ExactDraw
 from conformance.comparison import Difference, FieldComparison, compare_field, owner_of
 from conformance.lockstep import AGREE, DIVERGE
 from conformance.logprob_comparison import LOGPROB_FIELDS, compare_logprobs
-from conformance.recording import Setup
-from runner_api import INTEGER_FIELDS, ModelRunnerOutput, PlanError, SamplingParams, StepRecord
+from conformance.recording import Setup, step_logits
+from runner_api import INTEGER_FIELDS, Capability, ModelRunnerOutput, PlanError, SamplingParams, StepRecord
 from runner_api.plan_types import is_integer
 from runner_api.record_check import readable
 
 # How far the exact logit of the runner's winner may exceed that of the recorded token. The recorded program attended
-# with TF32 products (10 bits of mantissa): its logits are off the exact ones by up to 0.04.
+# with TF32 products (10 bits of mantissa): its logits are off the exact ones by up to 0.04. Scores, which are logits
+# behind a repetition penalty and the temperature, move by as much more as these make of it.
 NEAR_TIE = 0.05
 # A near tie must have been one for the recorded program too: each of the two logits moved by at most 0.04, so its own
 # margin cannot exceed this. Keeps a runner with flat logits from calling every token a near tie.
 NEAR_TIE_MARGIN = NEAR_TIE + 2 * 0.04
-# Drawing from the recorded logits leaves no such error: only the last bits of the noise's logarithms may differ.
-NEAR_TIE_RECORDED_LOGITS = 1e-4
 
 GREEDY = SamplingParams(temperature=0.0)
 log = logging.getLogger("modelrunner")
@@ -52,13 +52,16 @@ class Divergence:
 class RecordingReport:
     """What one replay found.
 
-    fields: name to (equal, different) elements; tokens: how each drawn token was judged; launches: kernel launches of
-    the runner during the replay, by kernel (empty for a runner without kernels).
+    layout, selection: of the runner's rows, and why it has that one. fields: name to (equal, different) elements;
+    tokens: how each drawn token was judged; launches: kernel launches of the runner during the replay, by kernel (empty
+    for a runner without kernels).
     """
 
     recording: str
     runner: str
     model: str
+    layout: str = ""
+    selection: dict[str, Any] = field(default_factory=dict)
     steps: int = 0
     fields: dict[str, list[int]] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=lambda: {"equal": 0, "near_tie": 0, "different": 0})
@@ -86,6 +89,8 @@ class RecordingReport:
             "recording": self.recording,
             "runner": self.runner,
             "model": self.model,
+            "layout": self.layout,
+            "selection": self.selection,
             "steps": self.steps,
             "fields": {n: {"equal": e, "different": d} for n, (e, d) in self.fields.items()},
             "tokens": self.tokens,
@@ -103,10 +108,11 @@ class StepJudge:
         self.setup = setup
         self.report = report
         self._params: dict[str, SamplingParams] = {}
-        self._near_tie = NEAR_TIE_RECORDED_LOGITS if setup.recorded_logits else NEAR_TIE
+        self._certifier = Certifier(setup.config)
 
     def admit(self, record: StepRecord) -> None:
         """Remember how the step's new requests want to be sampled."""
+        self._certifier.observe(record.plan)
         for new in record.plan.scheduled_new_reqs:
             self._params[new.req_id] = new.sampling_params or GREEDY
 
@@ -131,6 +137,7 @@ class StepJudge:
         if not self.setup.judge_tokens:
             return
         self._judge_tokens(number, expected, got)
+        self._certifier.take(expected.tokens())
         wanted = [self._params.get(r, GREEDY).logprobs for r in expected.req_ids]
         for name in LOGPROB_FIELDS:
             if getattr(expected, name) is not None:
@@ -181,13 +188,15 @@ class StepJudge:
 
     def _judge_tokens(self, number: int, expected: StepRecord, got: StepRecord) -> None:
         own: Any = got.token_ids
+        draws: list[list[ExactDraw]] | None = None
         for i in np.flatnonzero(expected.num_sampled > 0).tolist():
             recorded = int(expected.token_ids[i, 0])
             drawn = int(own[i, 0]) if own is not None and i < len(own) and own.shape[1] else None
-            if drawn == recorded:
-                kind = "equal"
-            else:
-                kind = "near_tie" if self._is_near_tie(i, recorded, drawn, expected, got) else "different"
+            kind = "equal"
+            if drawn != recorded:
+                draws = self._exact_draws(expected, got) if draws is None else draws
+                explained = bool(draws) and self._is_near_tie(i, recorded, drawn, expected, draws[i][0])
+                kind = "near_tie" if explained else "different"
             self.report.tokens[kind] += 1
             if kind == "different":
                 # The token drawn after logits row i: this only runs without drafts, one logits row a request.
@@ -195,22 +204,39 @@ class StepJudge:
                 position = None if at is None else at + 1
                 self.report.diverge(number, Difference("token_ids", (i, 0), req_id, position, recorded, drawn))
 
-    def _is_near_tie(self, i: int, recorded: int, drawn: int | None, expected: StepRecord, got: StepRecord) -> bool:
-        """Can rounding in the recorded program explain that row i drew another token?"""
+    def _exact_draws(self, expected: StepRecord, got: StepRecord) -> list[list[ExactDraw]]:
+        """What follows from the logits that the runner drew from; empty where it does not give them, or where the
+        recorded batch makes no sense."""
+        logits: Any = got.logits
+        if self.setup.recorded_logits:
+            logits = step_logits(self.setup.logits, expected, self.report.recording)
+        rows, known = expected.logits_indices, self._certifier.requests
+        if logits is None or not set(expected.req_ids) <= known.keys():
+            return []
+        if len(logits) != len(rows) or (np.diff(expected.cu_num_logits) != 1).any():
+            return []
+        if rows.min() < 0 or rows.max() >= expected.num_tokens:
+            return []
+        return self._certifier.draws(expected, logits)
+
+    def _is_near_tie(self, i: int, recorded: int, drawn: int | None, expected: StepRecord, draw: ExactDraw) -> bool:
+        """Can rounding explain that row i drew another token than the recorded program did?"""
+        # 1 the runner's token follows from its own logits
+        if drawn is None or draw.certify(drawn).verdict == DIVERGENCE:
+            return False
+        # 2 on the recorded logits the recorded one does so, too: nothing but the sampler's rounding lies between them
+        if self.setup.recorded_logits:
+            return draw.certify(recorded).verdict != DIVERGENCE
+        # 3 otherwise the recorded program's logits were off
         params = self._params.get(expected.req_ids[i], GREEDY)
-        scores = got.logits if params.greedy else got.intermediates.get("scores")
-        if scores is None or scores.ndim != 2 or drawn is None or i >= len(scores):
-            return False
-        if min(drawn, recorded) < 0 or max(drawn, recorded) >= scores.shape[1]:
-            return False
-        bound = self._near_tie
+        plain = params.greedy and not params.required_capabilities() - {Capability.LOGPROBS, Capability.PROMPT_LOGPROBS}
         margin = expected.extra["top2_margin"][i] if "top2_margin" in expected.extra else None
-        if params.greedy and margin is not None and margin > NEAR_TIE_MARGIN:
+        if plain and margin is not None and margin > NEAR_TIE_MARGIN:
             return False
-        if not params.greedy:
-            bound *= max(1.0, params.repetition_penalty) / params.temperature
-        gap = float(scores[i, drawn]) - float(scores[i, recorded])
-        return 0.0 <= gap <= bound
+        if not 0 <= recorded < len(draw.scores) or not (params.greedy or draw.sets.kept[recorded]):
+            return False
+        bound = NEAR_TIE * max(1.0, params.repetition_penalty) / (params.temperature or 1.0)
+        return bool(draw.scores[drawn] - draw.scores[recorded] <= bound)
 
 
 def _pairs(output: Any) -> list[tuple[str, tuple[int, ...]]] | None:

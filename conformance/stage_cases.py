@@ -1,33 +1,31 @@
 """Random calls of single stages: a legal mixed batch, garbage in each output, and which clause judges which element.
 
 The inputs of later stages are made here from the same batch, never by running earlier stages, so that one wrong stage
-is one finding. `conformance.stage_laws` runs the cases.
+is one finding. The sampler's stages are in `conformance.sampling_stage_cases`; `conformance.stage_laws` runs the cases.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from conformance.dense_stage_cases import dense_cases
+from conformance.sampling_stage_cases import SamplingBatch
+from conformance.slot_stage_cases import SlotBatch
+from conformance.stage_case import (
+    ATTENTION,
+    GARBAGE,
+    KEPT,
+    NO_ROW_SKIPPED,
+    NO_SLOTS,
+    VALUES,
+    WHOLE,
+    WIDE_SLOTS,
+    StageCase,
+)
 from runner_api import NO_ROW, KVCacheSpec, StageSet
-
-WHOLE, KEPT, VALUES = "MR-STAGE-001", "MR-STAGE-002", "MR-STAGE-003"
-NO_ROW_SKIPPED, WIDE_SLOTS, NO_SLOTS = "MR-STAGE-004", "MR-STAGE-005", "MR-STAGE-006"
-ATTENTION, TIES = "MR-STAGE-007", "MR-STAGE-008"
-GARBAGE = 9  # a plausible leftover: a valid token, row and position
-
-
-@dataclass(slots=True)
-class StageCase:
-    """One call. `regions`: (clause, output, mask of the elements it speaks of); `bounds`: largest error allowed."""
-
-    stage: str
-    arrays: dict[str, Any]
-    regions: list[tuple[str, str, np.ndarray]]
-    bounds: dict[str, np.ndarray | float] = field(default_factory=dict)
 
 
 def draw_cases(random: np.random.Generator, oracle: StageSet) -> Iterator[StageCase]:
@@ -43,8 +41,10 @@ def draw_cases(random: np.random.Generator, oracle: StageSet) -> Iterator[StageC
     yield from b.slots()
     yield b.caching()
     yield from b.attention(oracle)
-    yield from b.draws()
+    yield from b.sampling()
     yield from b.after()
+    yield from b.slot_variants()
+    yield from dense_cases(random)
 
 
 class _Batch:
@@ -252,7 +252,8 @@ class _Batch:
                 "compute_slot_mappings",
                 {
                     "idx_mapping": mapping, "query_start_loc": self.query_start_loc, "positions": self.positions,
-                    "block_sizes": self.block_sizes, "slot_mapping_enabled": enabled, "num_reqs": self.r,
+                    "block_sizes": self.block_sizes, "slot_mapping_enabled": enabled, "dcp_sharded": enabled,
+                    "dcp_size": 1, "dcp_rank": 0, "dcp_interleave": 1, "num_reqs": self.r,
                     "block_tables": tables, "slot_mappings": self._full((2, self.buffer), np.int64),
                 },
                 [(clause, "slot_mappings", mask) for clause, mask in where],
@@ -305,27 +306,11 @@ class _Batch:
                 {"out": _rounding_bound(oracle, arrays)},
             )  # fmt: skip
 
-    def draws(self) -> Iterator[StageCase]:
-        rows = np.repeat(self.idx_mapping[: self.r], 1 + self.drafts)
-        temperature = self.random.choice([0.0, 0.5, 1.0, 2.0], self.n).astype(np.float32)
-        logits = self.random.integers(-3, 4, (self.num_logits, 32)).astype(np.float32)
-        everything = np.ones(logits.shape, bool)
-        yield StageCase(
-            "apply_temperature",
-            {
-                "expanded_idx_mapping": rows, "temperature": temperature, "num_logits": self.num_logits,
-                "logits": logits,
-            },
-            [(VALUES, "logits", everything)],
-        )  # fmt: skip
-        greedy = temperature[rows] == 0
-        for t, mask in ((temperature, greedy), (np.zeros_like(temperature), np.ones_like(greedy))):
-            arrays = {
-                "expanded_idx_mapping": rows, "positions": self.positions[: self.num_logits], "temperature": t,
-                "seeds": self.random.integers(-(2**63), 2**63 - 1, self.n), "noise": "murmur3",
-                "num_logits": self.num_logits, "logits": logits, "sampled": self._full(self.num_logits, np.int64),
-            }  # fmt: skip
-            yield StageCase("gumbel_sample", arrays, [(TIES, "sampled", mask)])
+    def sampling(self) -> Iterator[StageCase]:
+        total = np.maximum(self.prefill_len, self.computed + 1).astype(np.int32)
+        yield from SamplingBatch(
+            self.random, self.idx_mapping, self.cu_num_logits, self.seq_lens, total, self.tokens, self.r
+        ).cases()
 
     def after(self) -> Iterator[StageCase]:
         r, rows = self.r, self.idx_mapping[: self.r]
@@ -365,6 +350,11 @@ class _Batch:
             },
             [*regions, (VALUES, "all_token_ids", tokens), (KEPT, "all_token_ids", ~tokens)],
         )  # fmt: skip
+
+    def slot_variants(self) -> Iterator[StageCase]:
+        yield from SlotBatch(
+            self.random, self.idx_mapping, self.query_start_loc, self.positions, self.seq_lens, self.tables, self.r
+        ).cases()
 
 
 def _rounding_bound(oracle: StageSet, arrays: dict[str, Any]) -> np.ndarray:

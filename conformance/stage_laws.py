@@ -7,12 +7,15 @@ not list is not judged.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from conformance.context import MOST_MISMATCHES, Mismatch
-from conformance.stage_cases import VALUES, draw_cases
+from conformance.slot_stage_laws import slot_laws
+from conformance.stage_case import VALUES, StageCase
+from conformance.stage_cases import draw_cases
 from runner_api import Capability, StageSet, load_stages
 
 if TYPE_CHECKING:
@@ -30,18 +33,35 @@ def stages_alone(bench: Bench) -> dict[str, list[Mismatch]]:
     candidate = load_stages(runner) if isinstance(runner, str) else runner.stages()
     found: dict[str, list[Mismatch]] = {}
     for seed in range(BATCHES):
-        for clause_id, mismatches in check_stages(candidate, load_stages("cpu"), seed).items():
+        for clause_id, mismatches in _judge(candidate, _oracles_cases(seed), seed).items():
             found.setdefault(clause_id, []).extend(mismatches)
     return found
 
 
 def check_stages(candidate: StageSet, oracle: StageSet, seed: int) -> dict[str, list[Mismatch]]:
     """One random batch: the mismatches of each clause that it put to the test."""
+    return _judge(candidate, _solved(oracle, seed), seed)
+
+
+Solved = tuple[tuple[StageCase, dict[str, Any]], ...]  # calls, and what they must give
+
+
+def _solved(oracle: StageSet, seed: int) -> Solved:
+    cases = draw_cases(np.random.default_rng(seed), oracle)
+    return tuple((case, oracle.run(case.stage, **case.arrays)) for case in cases)
+
+
+@cache
+def _oracles_cases(seed: int) -> Solved:
+    """They do not depend on who is judged: worked out once, however many are."""
+    return _solved(load_stages("cpu"), seed)
+
+
+def _judge(candidate: StageSet, cases: Solved, seed: int) -> dict[str, list[Mismatch]]:
     found: dict[str, list[Mismatch]] = {}
-    for case in draw_cases(np.random.default_rng(seed), oracle):
+    for case, expected in cases:
         if case.stage not in candidate.stages:
             continue
-        expected = oracle.run(case.stage, **case.arrays)
         try:
             got = candidate.run(case.stage, **case.arrays)
         except Exception as e:  # every batch is legal; the other stages are still worth a look
@@ -52,6 +72,8 @@ def check_stages(candidate: StageSet, oracle: StageSet, seed: int) -> dict[str, 
                 name = f"{case.stage}.{output}"
                 wrong = _differences(got[output], expected[output], mask, case.bounds.get(output), clause_id, name)
                 found.setdefault(clause_id, []).extend(wrong)
+    for clause_id, wrong in slot_laws(candidate, np.random.default_rng([seed, 1])).items():
+        found.setdefault(clause_id, []).extend(wrong)
     return found
 
 
@@ -59,10 +81,11 @@ def _differences(
     got: Any, expected: Any, mask: np.ndarray, bound: np.ndarray | float | None, clause_id: str, name: str
 ) -> list[Mismatch]:
     a, b = _joined(got), _joined(expected)
-    if bound is None:
-        wrong = mask & (a != b)
-    else:
-        wrong = mask & ~(np.abs(a.astype(np.float64) - b.astype(np.float64)) <= bound)
+    right = (a == b) | ((a != a) & (b != b))  # a NaN is right where one is due
+    if bound is not None:
+        with np.errstate(invalid="ignore"):
+            right |= np.abs(a.astype(np.float64) - b.astype(np.float64)) <= bound
+    wrong = mask & ~right
     return [
         Mismatch(clause_id, name, None, tuple(int(i) for i in at), a[tuple(at)].item(), b[tuple(at)].item())
         for at in np.argwhere(wrong)[:MOST_MISMATCHES]

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from conformance.dense_rows import next_rows
 from conformance.planned_step import PlannedStep, RequestTruth, StepTruth, WorldRequest
 from conformance.world_blocks import Ghost, WorldBlocks
 from runner_api import (
@@ -28,13 +29,17 @@ from runner_api import (
 )
 
 GREEDY = SamplingParams(temperature=0.0)
+# The model's end of sequence, as far as `min_tokens` is concerned: a world's requests go on behind it.
+EOS_TOKEN_IDS = (11,)
 
 
 class PlanWorld:
-    """Legal plans for one runner. N rows, T tokens of a step, M tokens of a request, K drafts.
+    """Legal plans for one runner, in the shape of its layout. N rows, T tokens of a step, M tokens of a request, K
+    drafts.
 
     Every action returns whether it was possible; one that was not leaves the plan as it was. Blocks of all groups come
     from one pool, so that a block id names one place in one group. Frees must come before the adds that use them.
+    With dense rows only those have one that a plan schedules, and more requests than rows may be live.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class PlanWorld:
         block_order: Sequence[int] | None = None,
     ) -> None:
         self.config = config
+        self.dense = config.layout == "dense"
         self.kv_cache_config = kv_cache_config
         self.vocab_size = vocab_size
         self.block_sizes = [g.spec.block_size for g in kv_cache_config.groups]
@@ -54,6 +60,7 @@ class PlanWorld:
         self.counts: Counter[str] = Counter()  # how often each action took place
         self._pool = WorldBlocks(block_order if block_order is not None else range(1, kv_cache_config.num_blocks))
         self._serial = 0
+        self._rows: tuple[str, ...] = ()  # dense rows, as a right runner has them
         self._start_plan()
 
     # -- what a driver asks -----------------------------------------------------------------------------------
@@ -65,7 +72,7 @@ class PlanWorld:
 
     @property
     def free_rows(self) -> int:
-        return self.config.max_num_reqs - len(self.running)
+        return self.config.max_num_reqs - len(self._counts if self.dense else self.running)
 
     @property
     def free_blocks(self) -> frozenset[int]:
@@ -74,7 +81,7 @@ class PlanWorld:
     @property
     def pending(self) -> bool:
         """Whether the plan under construction says anything yet."""
-        return bool(self._touched or self._finished or self._preempted)
+        return bool(self._touched or self._finished or self._left)
 
     def unscheduled(self) -> list[WorldRequest]:
         """Running requests that the plan does not mention yet and that may still grow."""
@@ -144,7 +151,7 @@ class PlanWorld:
     def schedule(self, req_id: str, num_tokens: int, num_drafts: int = 0) -> bool:
         """Go on with a running request: a chunk of known tokens, or one token and its drafts."""
         request = self.running.get(req_id)
-        if request is None or req_id in self._touched:
+        if request is None or req_id in self._touched or (self.dense and self.free_rows < 1):
             return False
         n = self._legal_count(request, num_tokens, num_drafts)
         fresh = self._blocks_for(request, request.computed + n) if n else None
@@ -160,22 +167,29 @@ class PlanWorld:
         self._mark(request, n, num_drafts, "chunk" if request.prefilling else "decode")
         return True
 
-    def preempt(self, req_id: str) -> bool:
-        """Take a running request off its row and blocks; it waits to be resumed."""
+    def preempt(self, req_id: str, *, told: bool = True) -> bool:
+        """Take a running request off its row and blocks; it waits to be resumed.
+
+        told: the plan lists it. Dense rows need not be told: whoever is not scheduled leaves anyway.
+        """
         if req_id not in self.removable():
             return False
         self.waiting[req_id] = self._leave(req_id)
-        self._preempted.add(req_id)
+        self._left.add(req_id)
+        if told or not self.dense:
+            self._preempted.add(req_id)
+        else:
+            self.counts["preempt_untold"] += 1
         self.counts["preempt"] += 1
         return True
 
     def resume(self, req_id: str, num_tokens: int) -> bool:
-        """A preempted request comes back as new, with every token known by now."""
+        """A preempted request comes back with every token known by now: as new, or, to dense rows, as cached."""
         request = self.waiting.get(req_id)
         if request is None:
             return False
         again = WorldRequest(req_id, request.prompt_len, request.tokens, request.params, request.seed, resumed=True)
-        name = "resume_same_plan" if req_id in self._preempted else "resume"
+        name = "resume_same_plan" if req_id in self._left else "resume"
         if not self._admit(again, num_tokens, [[] for _ in self.block_sizes], name):
             return False
         del self.waiting[req_id]
@@ -216,7 +230,9 @@ class PlanWorld:
         order = tuple(
             sorted(self._counts, key=lambda i: (not self._drafts.get(i), self._counts[i] != q, self._counts[i]))
         )
-        truth = StepTruth(order, self._truths, plan.finished_req_ids | plan.preempted_req_ids)
+        if self.dense:
+            order = self._dense_order(plan)
+        truth = StepTruth(order, self._truths, plan.finished_req_ids | self._left)
         descriptor = None
         if total and (pad_tokens or pad_reqs or pad_reqs is None):
             full = pad_reqs is not None
@@ -254,6 +270,7 @@ class PlanWorld:
         self._drafts: dict[str, list[int]] = {}
         self._finished: set[str] = set()
         self._preempted: set[str] = set()
+        self._left: set[str] = set()  # preempted by this plan, told or not
         self._zero: list[int] = []
         self._copies: list[tuple[int, int]] = []
         self._truths: dict[str, RequestTruth] = {}
@@ -273,7 +290,7 @@ class PlanWorld:
     ) -> bool:  # fmt: skip
         """Give `request` a row, the shared blocks and fresh ones, and its first tokens; False if there is no room."""
         held = request.req_id in self.running or request.req_id in self._touched
-        request.prefill_len = len(request.tokens)
+        request.prefill_len, request.admitted_at = len(request.tokens), request.computed
         if held or self.free_rows < 1 or not request.computed < request.prefill_len < self.config.max_model_len:
             return False
         n = self._legal_count(request, num_tokens, 0) if num_tokens else 0
@@ -296,12 +313,16 @@ class PlanWorld:
             owned.extend(ids)
         request.drafts = [0] * self.config.num_speculative_tokens
         self.running[request.req_id] = request
-        self._new.append(
-            NewRequestData(
-                request.req_id, request.tokens[: request.prompt_len], list(request.tokens), request.computed,
-                tuple(list(ids) for ids in request.blocks), request.params, request.seed,
-            )
-        )  # fmt: skip
+        blocks = tuple(list(ids) for ids in request.blocks)
+        if self.dense and request.resumed:
+            self._list_resumed(request, blocks)
+        else:
+            self._new.append(
+                NewRequestData(
+                    request.req_id, request.tokens[: request.prompt_len], list(request.tokens), request.computed,
+                    blocks, request.params, request.seed, EOS_TOKEN_IDS,
+                )
+            )  # fmt: skip
         self._touched.add(request.req_id)
         if n:
             self._mark(request, n, 0, action)
@@ -309,6 +330,25 @@ class PlanWorld:
             self.counts[action] += 1
             self.counts["add_without_tokens"] += 1
         return True
+
+    def _list_resumed(self, request: WorldRequest, blocks: tuple[list[int], ...]) -> None:
+        cached = self._cached
+        cached.req_ids.append(request.req_id)
+        cached.num_computed_tokens.append(request.computed)
+        cached.new_block_ids.append(blocks)
+        cached.num_output_tokens.append(len(request.tokens) - request.prompt_len)
+        cached.resumed_req_ids |= {request.req_id}
+        cached.all_token_ids = {**cached.all_token_ids, request.req_id: list(request.tokens)}
+
+    def _dense_order(self, plan: SchedulerOutput) -> tuple[str, ...]:
+        """The batch order of dense rows, and what this step does to rows, counted."""
+        prompt_lens = {req_id: self.running[req_id].prompt_len for req_id in self._counts}
+        change = next_rows(self._rows, plan, prompt_lens, self.config.reorder_batch_threshold)
+        self._rows = change.order
+        self.counts["condense_move"] += len(change.condensed)
+        self.counts["swap"] += len(change.swapped)
+        self.counts["return"] += len(change.returned)
+        return change.order
 
     def _legal_count(self, request: WorldRequest, num_tokens: int, num_drafts: int) -> int:
         """The count nearest to `num_tokens` that a plan may schedule; 0 if there is none."""

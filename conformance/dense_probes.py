@@ -1,0 +1,501 @@
+"""Probes about dense rows: the same requests told in two ways that must come to the same.
+
+A runner's fingerprint covers what every request has and what rows hold that nobody has, so that two runners which have
+come to the same rows by different ways must have the same one. A field that was left behind in a move is in the wrong
+row, or in one that should be empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from conformance.context import Mismatch
+from conformance.harness import build_runner
+from conformance.layouts import bare
+from runner_api import (
+    CachedRequestData,
+    Capability,
+    CapabilityError,
+    ForcedStep,
+    LogprobsLists,
+    ModelRunner,
+    NewRequestData,
+    ReasoningConfig,
+    RunnerConfig,
+    SamplingParams,
+    SchedulerOutput,
+    WitnessConfig,
+    WitnessGroup,
+)
+from runner_api.protocol import RunnerFactory
+
+Found = dict[str, list[Mismatch]]
+VOCAB = 50
+# Two groups, so that tables of different widths move; blocks of five for each request and group.
+SIZES = (4, 3)
+MODEL = WitnessConfig(VOCAB, tuple(WitnessGroup(size) for size in SIZES))
+ONE_GROUP = WitnessConfig(VOCAB, (WitnessGroup(4),))
+BLOCKS_EACH = 6
+CONFIG = RunnerConfig(max_num_reqs=6, max_num_batched_tokens=48, max_model_len=18, reorder_batch_threshold=1)
+REASONING = ReasoningConfig((7,), (9, 10), (10,))
+
+
+def busy_params(offered: Collection[Capability], n: int) -> SamplingParams:
+    """Parameters that use whatever is offered, other ones for every n; 2 replays a trace, which excludes most of it."""
+    if n == 2 and Capability.TRACE_REPLAY in offered:
+        return SamplingParams(temperature=0.0, trace_decode_token_ids=(4, 9, 2))
+    wants: tuple[tuple[Capability, dict[str, Any]], ...] = (
+        (Capability.SEEDED_SAMPLING, {"temperature": 0.7 + 0.1 * n}),
+        (Capability.TOP_K, {"top_k": 20 + n}),
+        (Capability.TOP_P, {"top_p": 0.9 - 0.05 * n}),
+        (Capability.MIN_P, {"min_p": 0.01 + 0.01 * n}),
+        (
+            Capability.PENALTIES,
+            {"presence_penalty": 0.2 + n / 10, "frequency_penalty": 0.3 + n / 10, "repetition_penalty": 1.1 + n / 10},
+        ),
+        (Capability.LOGIT_BIAS, {"logit_bias": {3 + n: 1.5 + n, 20 - n: -2.0 - n}}),
+        (Capability.ALLOWED_TOKEN_IDS, {"allowed_token_ids": tuple(range(n, VOCAB, 1 + n % 2))}),
+        (Capability.MIN_TOKENS, {"min_tokens": 3 + n, "stop_token_ids": (30 + n, 40 - n)}),
+        (Capability.BAD_WORDS, {"bad_words_token_ids": ((5 + n,), (6, 7 + n))}),
+        (Capability.THINKING_BUDGET, {"thinking_token_budget": 2 + n}),
+        (Capability.LOGPROBS, {"logprobs": 1 + n}),
+        (Capability.PROMPT_LOGPROBS, {"prompt_logprobs": n % 3}),
+    )
+    asked: dict[str, Any] = {"temperature": 0.0}
+    for capability, arguments in wants:
+        if capability in offered:
+            asked |= arguments
+    return SamplingParams(**asked)
+
+
+@dataclass(slots=True)
+class Player:
+    """One request, and what is true of it. place: which blocks it is given."""
+
+    req_id: str
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    place: int
+    outputs: list[int] = field(default_factory=list)
+    computed: int = 0
+    known: bool = False  # some plan has announced it
+    preempted: bool = False
+    owned: int = 0  # blocks per group that it has been given
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.prompt, *self.outputs]
+
+
+class Tale:
+    """A runner with dense rows, and plans for it that are written in this layout's own shape.
+
+    Outcomes are imposed where the runner lets them be, so that two tales never part for a draw.
+    """
+
+    def __init__(self, runner: str | RunnerFactory, offered: Collection[Capability], **changes: Any) -> None:
+        self.offered = frozenset(offered)
+        config = replace(CONFIG, layout="dense", **changes)
+        if Capability.THINKING_BUDGET in offered:
+            config = replace(config, reasoning=REASONING)
+        self.model = MODEL if Capability.MULTI_GROUP in offered else ONE_GROUP
+        groups = len(self.model.groups)
+        self.runner: ModelRunner = build_runner(runner, self.model, config, 1 + 12 * BLOCKS_EACH * groups)[0]
+        self.players: dict[str, Player] = {}
+        self.finished: set[str] = set()
+        self.preempted: set[str] = set()
+
+    def add(self, req_id: str, prompt: Sequence[int], n: int, place: int | None = None, **changes: Any) -> None:
+        """n: which parameters, seed and, unless told otherwise, place."""
+        params = changes.pop("params", None) or busy_params(self.offered, n)
+        self.players[req_id] = Player(req_id, list(prompt), params, 2**40 + n, n if place is None else place, **changes)
+
+    def finish(self, *req_ids: str) -> None:
+        for req_id in req_ids:
+            del self.players[req_id]
+            self.finished.add(req_id)
+
+    def preempt(self, req_id: str, place: int, *, told: bool = True) -> None:
+        """It will come back in other blocks."""
+        p = self.players[req_id]
+        p.computed, p.preempted, p.place, p.owned = 0, True, place, 0
+        if told:
+            self.preempted.add(req_id)
+
+    def step(self, counts: Mapping[str, int] | Sequence[str]) -> Any:
+        """Tokens of each request by name; names alone: all that is known. The output, still on its way."""
+        plan = self.plan(counts)
+        if self.runner.execute_model(plan) is not None:
+            return None
+        order = tuple(self.runner.last_step().req_ids)
+        forced = self._outcome(order, plan) if Capability.FORCED_STEP in self.offered else None
+        handle = self.runner.sample_tokens(forced=forced)
+        taken = self.runner.last_step().tokens()
+        for req_id, n in plan.num_scheduled_tokens.items():
+            p = self.players[req_id]
+            p.computed += n
+            p.outputs.extend(taken[req_id])
+        return handle
+
+    def plan(self, counts: Mapping[str, int] | Sequence[str]) -> SchedulerOutput:
+        new, cached, scheduled, tokens = [], CachedRequestData(), {}, {}
+        for req_id in counts:
+            p = self.players[req_id]
+            left = len(p.tokens) - p.computed
+            n = scheduled[req_id] = min(counts[req_id], left) if isinstance(counts, Mapping) else left
+            blocks = self._blocks(p, p.computed + n)
+            if not p.known:
+                p.known = True
+                new.append(
+                    NewRequestData(req_id, list(p.prompt), p.tokens, p.computed, blocks, p.params, p.seed, (11,))
+                )
+                continue
+            cached.req_ids.append(req_id)
+            cached.num_computed_tokens.append(p.computed)
+            cached.new_block_ids.append(blocks if any(blocks) else None)
+            cached.num_output_tokens.append(len(p.outputs))
+            if p.preempted:
+                tokens[req_id], p.preempted = p.tokens, False
+        cached.resumed_req_ids, cached.all_token_ids = frozenset(tokens), tokens
+        finished, preempted = frozenset(self.finished), frozenset(self.preempted)
+        self.finished, self.preempted = set(), set()
+        return SchedulerOutput(new, cached, scheduled, sum(scheduled.values()), {}, finished, preempted)
+
+    def _blocks(self, p: Player, end: int) -> tuple[list[int], ...]:
+        """Fresh blocks up to a position, the same number in each group."""
+        have, p.owned = p.owned, max(p.owned, *(-(-end // g.block_size) for g in self.model.groups))
+        start = [1 + (p.place * len(self.model.groups) + g) * BLOCKS_EACH for g in range(len(self.model.groups))]
+        return tuple(list(range(s + have, s + p.owned)) for s in start)
+
+    def _outcome(self, order: Sequence[str], plan: SchedulerOutput) -> ForcedStep:
+        """A token that tells whose it is and how many came before it."""
+        tokens, counts = np.zeros((len(order), 1), np.int64), np.zeros(len(order), np.int32)
+        for i, req_id in enumerate(order):
+            p = self.players[req_id]
+            if p.computed + plan.num_scheduled_tokens[req_id] == len(p.tokens):
+                tokens[i], counts[i] = (7 * p.prompt[0] + 3 * len(p.outputs)) % VOCAB, 1
+        return ForcedStep(tokens, counts)
+
+    def digest(self) -> dict[str, str]:
+        return dict(self.runner.state_digest())
+
+
+def _same(clause_id: str, told: Tale, twin: Tale) -> list[Mismatch]:
+    got, wanted = told.digest(), twin.digest()
+    parts = sorted(k for k in got.keys() | wanted.keys() if got.get(k) != wanted.get(k))
+    return [Mismatch(clause_id, "state_digest", None, (), parts, "as the twin's")] if parts else []
+
+
+PROMPTS = {"a": [1, 2, 3, 4, 5], "b": [8, 7, 6], "c": [9, 12, 13, 14, 2, 15, 16], "d": [21, 22], "e": [31, 7, 32, 33]}
+
+
+# -- the same rows by different ways ------------------------------------------------------------------------------
+
+
+def moves_take_everything_along(bench: Any) -> Found:
+    """c and d are moved into the rows of a and b; in the twin they have always stood there."""
+    if not {Capability.DENSE_LAYOUT, Capability.STATE_DIGEST} <= bench.capabilities:
+        return {}
+    moved, cleared = "MR-DENSE-022", "MR-DENSE-021"
+    tale, twin = (_tale(bench, reorder_batch_threshold=None) for _ in range(2))
+    empty = tale.digest()
+    for name in "abcd":
+        tale.add(name, PROMPTS[name], "abcd".index(name))
+    for name in "dc":
+        twin.add(name, PROMPTS[name], "abcd".index(name))
+    tale.step("abcd")
+    twin.step("dc")
+    tale.finish("a", "b")
+    found: Found = {moved: [], cleared: []}
+    for n in range(3):  # d moves into row 0, c into row 1; what draws change goes on in the new rows
+        tale.step("dc")
+        twin.step("dc")
+        found[moved] += _same(moved, tale, twin) if n != 1 else []
+    tale.finish("c", "d")
+    tale.runner.execute_model(tale.plan(()))
+    changed = sorted(k for k in empty if tale.digest().get(k) != empty[k])
+    if changed or tale.digest().keys() != empty.keys():
+        found[cleared].append(Mismatch(cleared, "state_digest", None, (), changed, "as before any request"))
+    return found
+
+
+def swaps_take_everything_along(bench: Any) -> Found:
+    """A long prompt stands in front, in chunks, until decodes swap with it; in the twin it came behind them."""
+    if not {Capability.DENSE_LAYOUT, Capability.STATE_DIGEST} <= bench.capabilities:
+        return {}
+    clause_id = "MR-DENSE-023"
+    tale, twin = _tale(bench), _tale(bench)
+    for name in "cbad":
+        tale.add(name, PROMPTS[name], "abcd".index(name))
+    for name in "abdc":
+        twin.add(name, PROMPTS[name], "abcd".index(name))
+    tale.step({"c": 2, "b": 9, "a": 9, "d": 9})
+    # 0 c 1 b 2 a 3 d: the decodes b, a and d go in front of the long extend c, which goes to the last row
+    tale.step({"c": 2, "b": 1, "a": 1, "d": 1})
+    order = list(tale.runner.last_step().req_ids)
+    twin_order = [*order[:-1], order[-1]]
+    twin.step({**dict.fromkeys(twin_order[:-1], 9), "c": 2})
+    twin.step({**dict.fromkeys(twin_order[:-1], 1), "c": 2})
+    found = _same(clause_id, tale, twin)
+    for counts in ({"a": 1, "b": 1, "d": 1, "c": 1}, {"a": 1, "b": 1, "d": 1, "c": 9}):
+        tale.step(counts)
+        twin.step(counts)
+    return {clause_id: [*found, *_same(clause_id, tale, twin)]}
+
+
+def sitting_out_changes_nothing(bench: Any) -> Found:
+    """b sits out two steps, one of them without anybody; the twin's b just waits for its next step with the others."""
+    if not {Capability.DENSE_LAYOUT, Capability.STATE_DIGEST} <= bench.capabilities:
+        return {}
+    clause_id = "MR-DENSE-024"
+    tale, twin = (_tale(bench, reorder_batch_threshold=None) for _ in range(2))
+    for t in (tale, twin):
+        t.add("b", PROMPTS["b"], 1)
+        t.add("e", PROMPTS["e"], 2)
+        t.step("be")
+        t.step("be")
+    tale.runner.execute_model(tale.plan(()))
+    tale.add("d", PROMPTS["d"], 3)
+    tale.step("d")
+    tale.finish("d")
+    for t in (tale, twin):
+        t.step("be")
+        t.step({"b": 1, "e": 1})
+    return {clause_id: _same(clause_id, tale, twin)}
+
+
+def preemptions_need_not_be_told(bench: Any) -> Found:
+    """a is preempted and comes back two steps later, or in the very plan that preempts it."""
+    if not {Capability.DENSE_LAYOUT, Capability.STATE_DIGEST} <= bench.capabilities:
+        return {}
+    untold, at_once = "MR-DENSE-025", "MR-DENSE-026"
+    found: Found = {untold: [], at_once: []}
+    tales = []
+    for told, wait in ((True, True), (False, True), (True, False), (False, False)):
+        t = _tale(bench, reorder_batch_threshold=None)
+        t.add("b", PROMPTS["b"], 1)
+        t.add("a", PROMPTS["a"], 0)
+        t.step("ba")
+        t.step("ba")
+        outputs = list(t.players["a"].outputs)
+        t.preempt("a", 5, told=told)
+        for names in ("b", "ba", "ba") if wait else ("ba", "b", "ba"):
+            t.step(names)
+        tales.append(t)
+    later, later_untold, now, now_untold = tales
+    found[untold] += _same(untold, later_untold, later)
+    found[at_once] += _same(at_once, now_untold, now)
+    # a comes for the first time, with the same tokens known, when the others' a came back
+    fresh = _tale(bench, reorder_batch_threshold=None)
+    fresh.add("b", PROMPTS["b"], 1)
+    fresh.step("b")
+    fresh.step("b")
+    fresh.add("a", PROMPTS["a"], 0, 5, outputs=outputs)
+    for names in ("ba", "b", "ba"):
+        fresh.step(names)
+    found[at_once] += _same(at_once, now, fresh)
+    return found
+
+
+def an_id_may_be_used_again(bench: Any) -> Found:
+    """a finishes in the middle of its prompt, and another a comes by the same plan: as if the first had never been."""
+    if not {Capability.DENSE_LAYOUT, Capability.STATE_DIGEST} <= bench.capabilities:
+        return {}
+    clause_id = "MR-DENSE-027"
+    tale, twin = _tale(bench), _tale(bench)
+    tale.add("a", PROMPTS["c"], 4)
+    tale.step({"a": 4})
+    tale.finish("a")
+    given = []
+    for t in (tale, twin):
+        t.add("a", PROMPTS["b"], 1)
+        given.append([_by_request(t.step("a").get_output()) for _ in range(2)])
+    found = _same(clause_id, tale, twin)
+    if given[0] != given[1]:
+        found.append(Mismatch(clause_id, "output", "a", (), *given))
+    return {clause_id: found}
+
+
+def _tale(bench: Any, **changes: Any) -> Tale:
+    return Tale(bare(bench.runner), bench.capabilities, **changes)
+
+
+# -- outputs, prompts and processors ------------------------------------------------------------------------------
+
+
+def late_outputs_keep_their_requests(bench: Any) -> Found:
+    """Outputs of three steps are taken at the end, when everybody has moved."""
+    if not {Capability.DENSE_LAYOUT, Capability.ASYNC_OUTPUT} <= bench.capabilities:
+        return {}
+    clause_id = "MR-DENSE-028"
+    late, soon = _tale(bench), _tale(bench)
+    told: list[list[Any]] = []
+    for t in (late, soon):
+        handles = []
+        for n, name in enumerate("cabd"):
+            t.add(name, PROMPTS[name], n)
+        for gone, counts in (
+            ("", {"c": 2, "a": 9, "b": 9, "d": 9}),
+            ("", {"c": 2, "a": 1, "b": 1, "d": 1}),
+            ("a", "dbc"),
+        ):
+            t.finish(*gone)
+            handles.append(t.step(counts))
+            if t is soon:
+                handles[-1] = handles[-1].get_output()
+        t.finish("b")
+        t.step("cd")
+        told.append([_by_request(h if t is soon else h.get_output()) for h in handles])
+    got, wanted = told
+    wrong = [n for n in range(3) if got[n] != wanted[n]]
+    return {clause_id: [Mismatch(clause_id, "output", None, (n,), got[n], wanted[n]) for n in wrong]}
+
+
+def _by_request(output: Any) -> dict[str, str]:
+    """What an output says of each request, as text."""
+    told = {}
+    for i, req_id in enumerate(output.req_ids):
+        own = [tuple(output.sampled_token_ids[i])]
+        if output.logprobs is not None:
+            own += [_row_of(output.logprobs, i)]
+        prompt = output.prompt_logprobs.get(req_id)
+        told[req_id] = repr([*own, None if prompt is None else _row_of(prompt, slice(None))])
+    return told
+
+
+def _row_of(lists: LogprobsLists, i: Any) -> list[Any]:
+    return [np.asarray(part[i]).tolist() for part in (lists.token_ids, lists.logprobs, lists.ranks)]
+
+
+def prompts_are_scored_wherever_they_stand(bench: Any) -> Found:
+    """c takes its prompt in four chunks, alone; or among others, moved, swapped and left out in the middle of it."""
+    if not {Capability.DENSE_LAYOUT, Capability.PROMPT_LOGPROBS} <= bench.capabilities:
+        return {}
+    clause_id = "MR-DENSE-029"
+    plain, asks = SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, prompt_logprobs=2)
+    alone, among = _tale(bench), _tale(bench)
+    alone.add("c", PROMPTS["c"], 2, params=asks)
+    for n, name in enumerate("abcd"):
+        among.add(name, PROMPTS[name], n, params=asks if name == "c" else plain)
+    for _ in range(3):
+        alone.step({"c": 2})
+    among.step({"a": 2, "b": 9, "c": 2})
+    among.finish("a")
+    among.step({"c": 2, "b": 1})  # into the row of a, then behind the decode
+    among.step("b")
+    among.finish("b")
+    among.step({"d": 9, "c": 2})
+    scored = []
+    for t, counts in ((alone, {"c": 9}), (among, {"d": 1, "c": 9})):
+        prompt = t.step(counts).get_output().prompt_logprobs.get("c")
+        scored.append("nothing" if prompt is None else repr(_row_of(prompt, slice(None))))
+    wrong = scored[0] != scored[1]
+    return {clause_id: [Mismatch(clause_id, "prompt_logprobs", "c", (), scored[1], scored[0])] if wrong else []}
+
+
+class Follower:
+    """A processor that follows requests by what it is told, names them by their prompt's first token, edits those where
+    that is odd, and looks where they stand when it is asked to edit."""
+
+    arguments = ("follow",)
+
+    def __init__(self, max_num_reqs: int, vocab_size: int, arrays: Any) -> None:
+        self.rows: dict[int, int] = {}
+        self.faults: list[str] = []
+        self.seen: dict[int, int] = {}
+
+    def validate(self, params: SamplingParams) -> None: ...
+
+    def add_request(self, row: int, params: SamplingParams, prompt: Sequence[int], outputs: Sequence[int]) -> bool:
+        if row in self.rows:
+            self.faults.append(f"row {row} is given twice")
+        self.rows[int(row)] = int(prompt[0])
+        return prompt[0] % 2 == 1
+
+    def remove_request(self, row: int) -> None:
+        if self.rows.pop(int(row), None) is None:
+            self.faults.append(f"row {row} is left, and was nobody's")
+
+    def move_rows(self, moves: Sequence[Any]) -> None:
+        for m in moves:
+            if m.source not in self.rows or (m.target in self.rows) != m.swap:
+                self.faults.append(f"{m} does not fit rows {sorted(self.rows)}")
+                continue
+            if m.swap:
+                self.rows[m.source], self.rows[m.target] = self.rows[m.target], self.rows[m.source]
+            else:
+                self.rows[m.target] = self.rows.pop(m.source)
+
+    def observe(self, rows: Any, token_ids: Any, num_sampled: Any) -> None: ...
+
+    def apply(self, logits: Any, context: Any) -> None:
+        self.seen = dict(zip(context.rows.tolist(), context.positions.tolist(), strict=True))
+
+
+def processors_follow_their_requests(bench: Any) -> Found:
+    """Told rows lead to the rows of the step, and edits reach the rows that the record names."""
+    if not {Capability.DENSE_LAYOUT, Capability.LOGITS_PROCESSORS} <= bench.capabilities:
+        return {}
+    told, edits = "MR-DENSE-030", "MR-DENSE-031"
+    made: list[Follower] = []
+
+    def factory(max_num_reqs: int, vocab_size: int, arrays: Any) -> Follower:
+        made.append(Follower(max_num_reqs, vocab_size, arrays))
+        return made[-1]
+
+    t, found = _tale(bench, logits_processors=(factory,)), {told: [], edits: []}
+    if not made:
+        return {told: [Mismatch(told, "logits_processors", None, (), "none built", "one built")], edits: []}
+    for n, name in enumerate("cabde"):
+        t.add(name, PROMPTS[name], n, params=SamplingParams(temperature=0.0, extra_args={"follow": 1}))
+    story: tuple[tuple[str, Any], ...] = (
+        ("", {"c": 2, "a": 9, "b": 9, "d": 9, "e": 9}), ("", {"c": 2, "a": 1, "b": 1, "d": 1, "e": 1}),
+        ("ad", "ceb"), ("", "be"), ("b", "ec"), ("", "ce"),
+    )  # fmt: skip
+    for gone, counts in story:
+        t.finish(*gone)
+        t.step(counts)
+        record = t.runner.last_step()
+        rows = dict(zip(record.idx_mapping.tolist(), (t.players[r].prompt[0] for r in record.req_ids), strict=True))
+        if made[-1].faults or made[-1].rows != rows:
+            got = made[-1].faults or sorted(made[-1].rows.items())
+            found[told].append(Mismatch(told, "move_rows", None, (), got, sorted(rows.items())))
+            break
+        ends = record.positions[record.logits_indices].tolist()
+        wanted = {
+            row: end for row, end in zip(record.expanded_idx_mapping.tolist(), ends, strict=True) if rows[row] % 2 == 1
+        }
+        if made[-1].seen != wanted:
+            found[edits].append(Mismatch(edits, "apply", None, (), made[-1].seen, wanted))
+            break
+    return found
+
+
+def what_dense_rows_lack_is_refused(bench: Any) -> Found:
+    if Capability.DENSE_LAYOUT not in bench.capabilities:
+        return {}
+    clause_id, found = "MR-DENSE-032", []
+    for name, value in (("num_speculative_tokens", 2), ("initial_free_rows", (1, 0, 2, 3, 4, 5))):
+        if name == "num_speculative_tokens" and Capability.DRAFT_LAYOUT in bench.capabilities:
+            continue
+        try:
+            build_runner(bare(bench.runner), ONE_GROUP, replace(CONFIG, layout="dense", **{name: value}), 20)
+        except CapabilityError:
+            continue
+        except Exception as e:  # any other error is a crash, not a refusal
+            found.append(Mismatch(clause_id, name, None, (), repr(e), "CapabilityError"))
+        else:
+            found.append(Mismatch(clause_id, name, None, (), "accepted", "CapabilityError"))
+    return {clause_id: found}
+
+
+DENSE_PROBES: tuple[Callable[[Any], Found], ...] = (
+    moves_take_everything_along, swaps_take_everything_along, sitting_out_changes_nothing,
+    preemptions_need_not_be_told, an_id_may_be_used_again, late_outputs_keep_their_requests,
+    prompts_are_scored_wherever_they_stand, processors_follow_their_requests, what_dense_rows_lack_is_refused,
+)  # fmt: skip
