@@ -171,8 +171,8 @@ def test_junk_for_poison_is_refused(name, arguments):
 
 
 def test_refusals_at_the_start_are_statements(name):
-    with pytest.raises(CapabilityError, match="only one layout is offered"):
-        load_runner(name, RunnerConfig(layout="dense"))
+    with pytest.raises(CapabilityError, match="the slots layout, which the configuration asks for, lacks"):
+        load_runner(name, RunnerConfig(layout="slots", reorder_batch_threshold=1))
     with pytest.raises(CapabilityError, match="several ranks are not offered"):
         load_runner(name, RunnerConfig(parallel=ParallelContext(tp_size=2, tp_rank=1)))
 

@@ -22,11 +22,17 @@ ROOT = Path(__file__).parents[1]
 ONE_SIDED = {
     "gpu_backend/triton_support.py": "where kernels run",
     "gpu_backend/packed_copy.py": "in NumPy there is nothing to send",
+    "gpu_backend/copy_engine.py": "in NumPy there is nothing to send",
+    "gpu_backend/dense/staging.py": "in NumPy there is nothing to send",
     "gpu_backend/group_tables.py": "in NumPy a list of arrays needs no address table",
     "cpu_reference/ragged.py": "a kernel finds the owner of a token by its program id",
-    "cpu_reference/sample/logprob.py": "refused by capability on the GPU",
-    "cpu_reference/sample/min_p.py": "refused by capability on the GPU",
-    "cpu_reference/sample/top_k_top_p.py": "refused by capability on the GPU",
+    **dict.fromkeys(
+        (
+            f"gpu_backend/sample/{name}.py"
+            for name in ("candidates", "cut", "draw", "group_bests", "keys", "row_params", "search")
+        ),
+        "the limits and the draw without sorting; the twin sorts",
+    ),
 }
 # Names on one side only, with the reason.
 ONE_SIDED_NAMES = {
@@ -35,17 +41,20 @@ ONE_SIDED_NAMES = {
     "stages.cpu_stages": "named after its backend",
     "stages.gpu_stages": "named after its backend",
     "inspection.host": "copies from the device",
+    "block_table.BlockTables.count_gather": "the device gathers, and does not count",
+    "async_output.start_for_host": "copies from the device, without waiting",
     "models.llama.to_torch": "weights come as NumPy arrays",
     "models.witness.witness_logits": "the twin needs one expression for it",
     "sample.noise.vocab_tiles": "how kernels are launched",
-    "sample.sampler.Sampler.logprobs_width": "log probabilities are refused on the GPU",
+    "sample.grammar.send_masks": "in NumPy there is nothing to send",
 }
 # Functions whose parameters differ, with the reason.
 OTHER_PARAMETERS = {
-    "inspection.record_outcome": "built when asked for, from what the step kept; no log probabilities",
+    "inspection.record_outcome": "built when asked for, from what the step kept",
     "kv_cache.allocate_kv_cache": "takes the device",
     "attn_metadata.AttentionMetadataBuilder.build": "takes the host's copy of query_start_loc: nothing is read back",
     "models.build_model": "takes the device",
+    "sample.sampler.Sampler.observe": "takes the rows as the host knows them, too",
 }
 DEVICE_PARAMETERS = {"device", "copy_stream", "packed"}  # may come last, in methods
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,8 +54,31 @@ def test_the_reference_agrees(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"spec={SPEC_VERSION} seed=0 against=cpu" in out
     assert "smoke: ok" in out
     assert "lockstep on witness: AGREE steps=60" in out
-    must = sum(c.level == "MUST" for c in load_clauses().values())
+    must = sum(c.level == "MUST" and c.layout != "dense" for c in load_clauses().values())
     assert f"verdict: AGREE MUST {must}/{must}" in out.splitlines()[-1]
+
+
+def test_the_dense_layout_agrees(capsys: pytest.CaptureFixture[str]) -> None:
+    """Smoke, laws, probes and lockstep, with dense rows on both sides; what is not asked is said."""
+    assert main(["check", "cpu", "--layout", "dense", "--steps", "20", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["layout"] == "dense"
+    assert "layout=dense" in report["runner"]
+    assert report["verdict"] == "AGREE"
+    assert report["clauses"]["MR-STATE-001"]["reason"] == "not offered: slots_layout"
+    asked = [c for c in load_clauses() if c.startswith("MR-DENSE-")]
+    assert len(asked) >= 20
+    assert {report["clauses"][c]["outcome"] for c in asked} == {"pass"}
+    assert all(load_clauses()[c].level == "MUST" and load_clauses()[c].layout == "dense" for c in asked)
+    assert report["counts"]["condense_move"] > 20
+    assert report["counts"]["swap"] > 20
+
+
+def test_the_layout_is_named_and_must_be_offered(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "cpu", "--layout", "slots", "--steps", "5", "--lockstep-only"]) == 0
+    assert "layout=slots spec=" in capsys.readouterr().out
+    assert main(["check", "cpu_reference.runner:CpuModelRunner", "--layout", "dense"]) == 2
+    assert "only one layout" in capsys.readouterr().err
 
 
 def test_json_holds_every_clause(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +89,41 @@ def test_json_holds_every_clause(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(report["clauses"]) == set(load_clauses())
     assert {entry["outcome"] for entry in report["clauses"].values()} <= {"pass", "skip"}
     assert report["lockstep"][0]["steps"] == 20
+    entry = report["lockstep"][0]
+    assert (entry["near_ties"], entry["near_tie_rate"]) == (0, 0.0)
+    assert entry["near_tie_cap"] == pytest.approx(3 + 10 * entry["expected_near_ties"])
+    assert 0 < entry["expected_near_ties"] < 0.01
     assert report["errors"] == []
+
+
+def test_lockstep_alone_asks_no_clause(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "cpu", "--steps", "30", "--lockstep-only"]) == 0
+    out = capsys.readouterr().out
+    assert "lockstep on witness: AGREE steps=30" in out
+    assert "MUST" not in out
+    assert out.splitlines()[-1] == "verdict: AGREE (lockstep alone: no clause was asked)"
+
+
+class Unsteady(CpuModelRunner):
+    """Rounds more coarsely than anything explains, but not by much: each score is off by up to 2^-13."""
+
+    def initialize_kv_cache(self, cache):  # type: ignore[no-untyped-def]
+        super().initialize_kv_cache(cache)
+        exact, random = self.sampler.sample, np.random.default_rng(0)
+
+        def sample(logits, rows, **kwargs):  # type: ignore[no-untyped-def]
+            return exact(logits + random.choice([-1, 1], logits.shape).astype(np.float32) * 2.0**-13, rows, **kwargs)
+
+        self.sampler.sample = sample
+
+
+def test_rounding_that_is_too_coarse_diverges(capsys: pytest.CaptureFixture[str]) -> None:
+    """It draws another token about once in a few thousand times, and has no certificate for the first of them."""
+    assert main(["check", f"{HERE}:Unsteady", "--steps", "1500", "--lockstep-only", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["clauses"] == {}
+    first = report["lockstep"][0]["first"]
+    assert re.match(r"step \d+: token_ids.*: expected \d+, got \d+ \(token \d+, winner \d+: ", first)
 
 
 def test_a_failing_smoke_test_stops_with_advice(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,6 +151,9 @@ def test_a_fault_is_named_with_its_law(capsys: pytest.CaptureFixture[str]) -> No
         ["cpu", "--against", "cpq"],
         ["cpu", "--seed", "-1"],
         ["cpu", "--dtype", "float64"],
+        ["cpu", "--max-near-ties", "-0.1"],
+        ["cpu", "--max-near-ties", "1.5"],
+        ["cpu", "--max-near-ties", "nan"],
         [f"{HERE}:no_runner"],
         [f"{HERE}:raising"],
     ],

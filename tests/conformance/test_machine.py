@@ -56,7 +56,8 @@ def test_one_step_cases_are_batches_that_stages_can_take(case: StepCase) -> None
     assert out["seq_lens"].tolist() == [q.computed + q.num_scheduled for q in case.requests] + [0] * (n - r)
     slots = stages.run(
         "compute_slot_mappings", idx_mapping=arrays["idx_mapping"], query_start_loc=arrays["query_start_loc"],
-        positions=out["positions"], block_sizes=list(case.block_sizes), slot_mapping_enabled=[True, True], num_reqs=r,
+        positions=out["positions"], block_sizes=list(case.block_sizes), slot_mapping_enabled=[True, True],
+        dcp_sharded=[True, True], dcp_size=1, dcp_rank=0, dcp_interleave=1, num_reqs=r,
         block_tables=arrays["block_tables"], slot_mappings=np.full((2, t + 3), -9),
     )["slot_mappings"]  # fmt: skip
     for g, size in enumerate(case.block_sizes):

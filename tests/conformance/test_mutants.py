@@ -13,6 +13,7 @@ from conformance.commands import mutants as add_mutants_parser
 from conformance.kill_matrix import Findings, Verdict, judge, run_matrix
 from conformance.mutants import CPU_MUTANTS, KINDS, MUTANTS, Mutant
 from conformance.mutation import mutated
+from conformance.sampling_mutants import SAMPLING_MUTANTS
 from runner_api import UnknownNameError
 
 SEEN, OTHERS = "MR-SLOT-001", ("MR-SLOT-002", "MR-KV-001", "MR-INPUT-001")
@@ -73,12 +74,13 @@ def test_no_clause_fails_for_every_mutant(matrix: kill_matrix.KillMatrix) -> Non
     ],
 )
 def test_judgement(findings: Findings, killed: bool, reason: str) -> None:
-    assert judge(MUTANT, findings) == (killed, reason) if killed else judge(MUTANT, findings)[1].startswith(reason)
-    assert judge(MUTANT, findings)[0] is killed
+    named = frozenset(MUTANT.clauses)
+    assert judge(named, findings) == (killed, reason) if killed else judge(named, findings)[1].startswith(reason)
+    assert judge(named, findings)[0] is killed
 
 
 def test_a_clause_that_the_unchanged_runner_fails_kills_nothing() -> None:
-    assert not judge(MUTANT, Findings(frozenset({SEEN}), ALL), broken=frozenset({SEEN}))[0]
+    assert not judge(frozenset(MUTANT.clauses), Findings(frozenset({SEEN}), ALL), broken=frozenset({SEEN}))[0]
 
 
 def test_an_equivalent_mutant_survives() -> None:
@@ -90,6 +92,26 @@ def test_an_equivalent_mutant_survives() -> None:
     assert not found.complete
 
 
+def test_an_evaluation_ends_when_every_named_clause_has_failed() -> None:
+    """The verdict is what a whole evaluation gives, and fewer clauses have been tested."""
+    mutant = next(m for m in CPU_MUTANTS if m.id == "trace-one-ahead")
+    named = frozenset(mutant.clauses)
+    with mutated("cpu", mutant.path, mutant.old, mutant.new) as copy:
+        short = kill_matrix.findings_of(copy.factory, (0,), 10, named)
+        whole = kill_matrix.findings_of(copy.factory, (0,), 10)
+    assert named <= short.failed <= whole.failed
+    assert kill_matrix.ENOUGH_OTHERS <= len(short.tested - named) < len(whole.tested) - 30
+    assert judge(named, short) == judge(named, whole) == (True, "")
+
+
+def test_sampling_has_mutants_at_many_places() -> None:
+    places = {(m.path, m.old) for m in SAMPLING_MUTANTS}
+    assert len(places) >= 80
+    assert len({m.path for m in SAMPLING_MUTANTS}) >= 18
+    named = {c for m in SAMPLING_MUTANTS for c in m.clauses}
+    assert {c for c in load_clauses() if c.split("-")[1] == "GRAMMAR"} <= named
+
+
 def parse(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_mutants_parser(parser.add_subparsers())
@@ -97,7 +119,7 @@ def parse(*arguments: str) -> argparse.Namespace:
 
 
 def test_command_prints_json_and_says_who_survives(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(kill_matrix, "findings_of", lambda runner, seeds, steps: Findings(frozenset(), ALL))
+    monkeypatch.setattr(kill_matrix, "findings_of", lambda *_: Findings(frozenset(), ALL))
     args = parse("--json", "--jobs", "1", "--only", "slot-tail-stale")
     assert args.run(args) == 1
     answer = json.loads(capsys.readouterr().out)
@@ -108,7 +130,7 @@ def test_command_prints_json_and_says_who_survives(monkeypatch, capsys) -> None:
 
 
 def test_command_ends_with_0_if_all_are_killed(monkeypatch, capsys) -> None:
-    def findings(runner, seeds, steps):
+    def findings(runner, *_):
         return Findings(frozenset() if runner == "cpu" else frozenset({"MR-PAD-004"}), ALL | {"MR-PAD-004"})
 
     monkeypatch.setattr(kill_matrix, "findings_of", findings)
@@ -131,7 +153,9 @@ def test_a_runner_without_mutants_is_refused() -> None:
 
 
 def test_verdicts_keep_the_order_of_the_mutants(monkeypatch) -> None:
-    monkeypatch.setattr(kill_matrix, "findings_of", lambda runner, seeds, steps: Findings(frozenset(), ALL))
+    monkeypatch.setattr(kill_matrix, "findings_of", lambda *_: Findings(frozenset(), ALL))
+    few = CPU_MUTANTS[::12]
+    monkeypatch.setitem(MUTANTS, "cpu", few)
     seen: list[Verdict] = []
     found = run_matrix("cpu", seeds=(0,), jobs=1, progress=seen.append)
-    assert [v.mutant for v in found.verdicts] == [m.id for m in CPU_MUTANTS] == [v.mutant for v in seen]
+    assert [v.mutant for v in found.verdicts] == [m.id for m in few] == [v.mutant for v in seen]

@@ -17,7 +17,8 @@ from runner_api import ConfigError, RunnerConfig, load_factory, load_stages
 PATH, OLD, NEW = "slot_mapping.py", "slot_mappings[g, num_tokens:] = PAD_SLOT_ID", "pass"
 MAPPING = {
     "idx_mapping": np.arange(4), "query_start_loc": np.int32([0, 1, 1, 1, 1]), "positions": np.int64([3, 0]),
-    "block_sizes": [8], "slot_mapping_enabled": [True], "num_reqs": 1, "block_tables": [np.int32([[2]] * 4)],
+    "block_sizes": [8], "slot_mapping_enabled": [True], "dcp_sharded": [True], "dcp_size": 1, "dcp_rank": 0,
+    "dcp_interleave": 1, "num_reqs": 1, "block_tables": [np.int32([[2]] * 4)],
     "slot_mappings": np.full((1, 2), 9),
 }  # fmt: skip
 
@@ -96,7 +97,7 @@ def test_source_is_that_of_the_mutant() -> None:
         assert inspect.getsource(unchanged) == inspect.getsource(original)
         assert inspect.getsourcelines(unchanged)[1] == inspect.getsourcelines(original)[1]
         runner_module = sys.modules[mutant.factory.__module__]
-        assert f"from {mutant.alias}.slot_mapping import" in inspect.getsource(runner_module)
+        assert f"from {mutant.alias}.runner import" in inspect.getsource(runner_module)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -100,7 +101,7 @@ def one_off_stores() -> Iterator[KernelMutant]:
             if (
                 mutant.kind == OFFSET
                 and mutant.function in ENTRIES
-                and "tl.store(" in text.splitlines()[mutant.line - 1]
+                and re.search(r"tl\.(store|atomic_\w+)\(", text.splitlines()[mutant.line - 1])
             ):
                 yield mutant
 

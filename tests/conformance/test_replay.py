@@ -13,6 +13,9 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
+from conformance.certificates import EQUAL, Certifier
+from conformance.logprob_comparison import LOGPROB_BOUND_RECORDED_LOGITS
+from conformance.noise import gumbel_noise
 from conformance.recording import RECORDINGS, ReplayStep, build_runner, drafts_to_hold, launch_of, prepare, replay_steps
 from conformance.replay import StepJudge, replay_recording
 from engine_core.cli import main
@@ -20,6 +23,7 @@ from runner_api import (
     INTEGER_FIELDS,
     BatchDescriptor,
     CachedRequestData,
+    Capability,
     CapabilityError,
     CheckpointError,
     ConfigError,
@@ -27,11 +31,13 @@ from runner_api import (
     ForcedStep,
     ModelRunnerOutput,
     NewRequestData,
+    RunnerConfig,
     SamplingParams,
     SchedulerOutput,
     StepRecord,
     Trace,
     TraceError,
+    UnknownNameError,
     load_factory,
     load_trace,
 )
@@ -82,6 +88,91 @@ def test_the_reference_builds_what_vllm_built_without_the_model(name):
     assert all(equal > 0 and different == 0 for equal, different in report.fields.values())
     assert sum(report.tokens.values()) == 0
     assert any("tokens are not judged" in note for note in report.notes)
+
+
+LOGPROBS = {"logprob_token_ids": 535, "ranks": 248, "logprobs": 535}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_every_sampling_parameter_agrees_with_vllm(dtype):
+    """On the recorded logits nothing is left to chance: each token, each rank, each log probability to 2e-5."""
+    report = replay_recording(recording("sampling"), dtype=dtype)
+    assert report.verdict == "AGREE", str(report.first_divergence)
+    assert (report.steps, report.model) == (76, "recorded logits")
+    assert report.tokens == {"equal": 386, "near_tie": 0, "different": 0}
+    assert set(report.fields) == BASE_FIELDS | set(LOGPROBS)
+    assert {name: report.fields[name] for name in LOGPROBS} == {name: [n, 0] for name, n in LOGPROBS.items()}
+    assert LOGPROB_BOUND_RECORDED_LOGITS == 2e-5
+
+
+def test_sampled_tokens_agree_with_vllm_end_to_end():
+    """With the model's own logits, which differ from the recorded ones by what TF32 does to them."""
+    report = replay_recording(recording("sampling"), logits="model")
+    assert report.verdict == "AGREE", str(report.first_divergence)
+    assert (report.steps, report.model) == (76, "llama-tiny")
+    assert report.tokens["different"] == 0
+    assert report.tokens["near_tie"] <= 1
+    assert sum(report.tokens.values()) == 386
+    assert report.fields["ranks"] == [0, 0]
+    assert report.fields["logprobs"] == [535, 0]
+
+
+def test_every_recorded_token_has_its_certificate():
+    """None is even a near tie, and the certificates knew how many to expect."""
+    trace = load_trace(recording("sampling"))
+    stored = np.load(RECORDINGS / "sampling_logits.npz")
+    certifier = Certifier(RunnerConfig(noise="philox"))
+    verdicts, expected = [], 0.0
+    for record in trace.steps:
+        certifier.observe(record.plan)
+        if record.num_reqs:
+            draws = certifier.draws(record, stored[f"logits_{record.extra['step']}"])
+            for i in np.flatnonzero(record.num_sampled):
+                certificate = draws[i][0].certify(int(record.token_ids[i, 0]))
+                verdicts.append(certificate.verdict)
+                expected += certificate.expected
+            certifier.take(record.tokens())
+    assert verdicts == [EQUAL] * 386
+    assert 0 < expected < 0.01
+
+
+def test_parameters_are_read_as_they_were_recorded():
+    params = [new for s in load_trace(recording("sampling")).steps for new in s.plan.scheduled_new_reqs]
+    assert len(params) == 24
+    used = {
+        "greedy": 3, "top_k": 8, "top_p": 7, "min_p": 7, "repetition_penalty": 9, "frequency_penalty": 9,
+        "presence_penalty": 5, "logit_bias": 5, "allowed_token_ids": 2, "min_tokens": 5, "stop_token_ids": 5,
+        "logprobs": 12, "seed": 21,
+    }  # fmt: skip
+    plain = SamplingParams()
+    counted = {n: sum(getattr(r.sampling_params, n) != getattr(plain, n) for r in params) for n in used}
+    assert counted == used
+    assert {r.eos_token_ids for r in params} == {(2,)}
+    assert {r.stop_token_ids for r in params} == {(2,), (5, 9, 2)}
+    assert {r.seed for r in params} >= {0, 42, 2**40 + 3}
+
+
+NEUTRAL = {
+    "temperature": 1.7, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0,
+    "presence_penalty": 0.0, "logit_bias": None, "allowed_token_ids": None, "seed": 5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_a_parameter_left_out_diverges(name):
+    """Each of them decides tokens of this recording."""
+    trace = load_trace(recording("sampling"))
+    for record in trace.steps:
+        for new in record.plan.scheduled_new_reqs:
+            p = new.sampling_params
+            if name == "seed" and not p.greedy:
+                new.seed = NEUTRAL[name]
+            elif name != "temperature" or not p.greedy:
+                new.sampling_params = dataclasses.replace(p, **{name: NEUTRAL[name]})
+    report = replay_recording(recording("sampling"), trace=trace)
+    assert report.verdict == "DIVERGE"
+    assert report.tokens["different"] > 0
+    assert report.tokens["near_tie"] == 0
 
 
 # -- one wrong cell is found ----------------------------------------------------------------------------------
@@ -277,23 +368,39 @@ def test_every_file_is_checked_before_the_first_is_replayed(tmp_path, capsys):
 # -- tokens: equal, near tie, different -----------------------------------------------------------------------
 
 
-def judged(gap: float, *, temperature: float = 0.0, margin: float | None = 0.0, recorded: bool = False) -> str:
-    """How a token is judged whose score lies `gap` above the recorded one's."""
-    params = SamplingParams(temperature=temperature)
-    plan = SchedulerOutput([NewRequestData("a", [1], [1], 0, ([1],), params)])
+def judged(gap: float, *, margin: float | None = 0.0, recorded: bool = False, **params: float) -> str:
+    """How a token is judged whose score lies `gap` above the recorded one's, token 1's. It is token 2."""
+    params = SamplingParams(**({"temperature": 0.0} | params))
+    plan = SchedulerOutput([NewRequestData("a", [1], [1], 0, ([1],), params, seed=3)])
     expected = StepRecord(
-        plan, 1, 1, 1, 1, None, ("a",), query_start_loc=np.array([0, 1]), positions=np.array([0]),
-        logits_indices=np.array([0]), cu_num_logits=np.array([0, 1]), token_ids=np.array([[1]]),
-        num_sampled=np.array([1]), extra={} if margin is None else {"top2_margin": [margin]},
+        plan, 1, 1, 1, 1, None, ("a",), query_start_loc=np.array([0, 1]), input_ids=np.array([1], np.int32),
+        positions=np.array([0]), logits_indices=np.array([0]), cu_num_logits=np.array([0, 1]),
+        token_ids=np.array([[1]]), num_sampled=np.array([1]), extra={} if margin is None else {"top2_margin": [margin]},
     )  # fmt: skip
-    logits = np.array([[0.0, 1.0, 1.0 + gap]])
-    scores = {} if temperature == 0.0 else {"scores": logits}
-    got = StepRecord(plan, 1, token_ids=np.array([[2]]), logits=logits, intermediates=scores)
-    report = SimpleNamespace(tokens={"equal": 0, "near_tie": 0, "different": 0}, diverge=lambda *_: None)
-    judge = StepJudge(SimpleNamespace(judge_tokens=True, recorded_logits=recorded), report)
+    scores = np.array([[0.0, 10.0, 10.0 + gap, 9.0]])
+    logits = scores.copy()
+    if not params.greedy:
+        logits = (scores - gumbel_noise(np.int64([3]), np.int64([0]), 4, "philox")) * np.float32(params.temperature)
+    logits[0, 1] *= params.repetition_penalty  # token 1 is in the prompt
+    config = RunnerConfig(noise="philox")
+    setup = SimpleNamespace(judge_tokens=True, recorded_logits=recorded, config=config, logits=Stored(logits))
+    report = SimpleNamespace(
+        tokens={"equal": 0, "near_tie": 0, "different": 0}, diverge=lambda *_: None, recording="given"
+    )
+    judge = StepJudge(setup, report)
     judge.admit(expected)
-    judge._judge_tokens(0, expected, got)
+    expected.extra["step"] = 0
+    judge._judge_tokens(0, expected, StepRecord(plan, 1, token_ids=np.array([[2]]), logits=logits))
     return next(kind for kind, n in report.tokens.items() if n)
+
+
+class Stored(dict):
+    """An archive of one step's logits."""
+
+    files = ("logits_0",)
+
+    def __init__(self, logits):
+        super().__init__(logits_0=logits)
 
 
 @pytest.mark.parametrize(
@@ -302,12 +409,17 @@ def judged(gap: float, *, temperature: float = 0.0, margin: float | None = 0.0, 
         (0.049, {}, "near_tie"),
         (0.051, {}, "different"),
         (-0.01, {}, "different"),  # not even the winner of its own logits
-        (0.0, {"margin": 0.5}, "different"),  # flat logits, where the recorded program saw a clear winner
-        (0.0, {"margin": None}, "near_tie"),
+        (0.001, {"margin": 0.5}, "different"),  # flat logits, where the recorded program saw a clear winner
+        (0.001, {"margin": None}, "near_tie"),
         (0.09, {"temperature": 0.5}, "near_tie"),
         (0.11, {"temperature": 0.5}, "different"),
+        (-0.01, {"temperature": 0.5}, "different"),
+        (0.059, {"repetition_penalty": 1.2, "margin": 0.5}, "near_tie"),  # the margin was that of other scores
+        (0.061, {"repetition_penalty": 1.2}, "different"),
         (0.01, {"recorded": True}, "different"),
-        (0.00005, {"recorded": True}, "near_tie"),
+        (0.00001, {"recorded": True}, "different"),  # nothing is rounded on the way to a greedy token
+        (0.00001, {"recorded": True, "temperature": 0.5}, "different"),
+        (0.000001, {"recorded": True, "temperature": 0.5}, "near_tie"),
     ],
 )
 def test_near_ties_have_a_bound(gap, options, kind):
@@ -380,6 +492,34 @@ def test_one_wrong_log_probability_diverges_if_it_was_asked_for(with_logits, tmp
         assert report.verdict == verdict, req_id
         assert report.fields[name][1] == (verdict == "DIVERGE")
     assert report.first_divergence.difference.req_id == "r002"
+
+
+def test_recorded_logits_may_lie_elsewhere(with_logits, tmp_path, capsys):
+    (tmp_path / "drawn.jsonl").write_bytes(with_logits.read_bytes())
+    elsewhere = tmp_path / "other" / "anything.npz"
+    elsewhere.parent.mkdir()
+    stored = dict(np.load(with_logits.parent / "drawn_logits.npz"))
+    np.savez(elsewhere, **stored)
+    report = replay_recording(tmp_path / "drawn.jsonl", logits=str(elsewhere))
+    assert (report.verdict, report.model) == ("AGREE", "recorded logits")
+    assert main(["replay", "--logits", str(elsewhere), str(tmp_path / "drawn.jsonl")]) == 0
+    # one file of logits belongs to one recording, and has a row for each of its steps' rows
+    assert main(["replay", "--logits", str(elsewhere), str(tmp_path / "drawn.jsonl"), str(recording("mixed"))]) == 2
+    stored["logits_5"] = stored["logits_5"][:-1]
+    np.savez(elsewhere, **stored)
+    with pytest.raises(TraceError, match="logits_5"):
+        replay_recording(tmp_path / "drawn.jsonl", logits=str(elsewhere))
+    with pytest.raises(TraceError, match="nowhere"):
+        replay_recording(tmp_path / "drawn.jsonl", logits=str(tmp_path / "nowhere.npz"))
+    capsys.readouterr()
+
+
+def test_half_precision_leaves_the_layout():
+    """bfloat16 logits are other logits: what they draw, the recording does not say."""
+    trace = load_trace(recording("sampling"))
+    setup = prepare(recording("sampling"), trace, dtype="bfloat16")
+    assert not setup.judge_tokens
+    assert any("layout alone" in note for note in setup.notes)
 
 
 def test_other_logits_give_other_tokens(with_logits, tmp_path):
@@ -586,23 +726,19 @@ def test_a_missing_file_is_refused(tmp_path):
     assert main(["replay", str(tmp_path / "none.jsonl")]) == 2
 
 
-def test_what_is_not_offered_is_refused_before_the_first_step(tmp_path):
-    def penalise(steps):
-        for new in steps[5]["plan"]["new"]:
-            new["sampling_params"]["repetition_penalty"] = 1.3
+class WithoutPenalties(Spy):
+    """Offers less than the recording needs."""
 
-    path = rewrite(tmp_path, "mixed", 8, penalise)
+    def describe(self):
+        info = self._runner.describe()
+        return dataclasses.replace(info, capabilities=info.capabilities - {Capability.PENALTIES})
+
+
+def test_what_is_not_offered_is_refused_before_the_first_step():
     with pytest.raises(CapabilityError, match="penalties"):
-        replay_recording(path, runner=f"{__name__}:Spy")
+        replay_recording(recording("sampling"), runner=f"{__name__}:WithoutPenalties")
     assert not any(name == "execute_model" for name, _, _ in Spy.latest.calls)
-    assert main(["replay", str(path)]) == 2
-
-
-def test_the_dense_layout_is_refused_by_name(tmp_path):
-    path = tmp_path / "dense.jsonl"
-    path.write_text(recording("mixed").read_text().replace('"runner": "V2"', '"runner": "V1"', 1))
-    with pytest.raises(CapabilityError, match="dense"):
-        replay_recording(path)
+    assert main(["replay", "--runner", f"{__name__}:WithoutPenalties", str(recording("sampling"))]) == 2
 
 
 def test_options_that_would_be_ignored_are_refused(with_logits):
@@ -614,6 +750,8 @@ def test_options_that_would_be_ignored_are_refused(with_logits):
         replay_recording(with_logits, logits="recorded", model="somewhere")
     with pytest.raises(TraceError, match="logits"):
         replay_recording(recording("mixed"), logits="recorded")
+    with pytest.raises(UnknownNameError, match="model"):
+        replay_recording(recording("mixed"), logits="modl")
     assert main(["replay", "--steps", "0", str(recording("mixed"))]) == 2
 
 
@@ -634,12 +772,13 @@ def test_json_output(tmp_path, capsys):
     agreed, diverged = answer["recordings"]
     for one in (agreed, diverged):
         assert set(one) == {
-            "recording", "runner", "model", "steps", "fields", "tokens", "first_divergence", "verdict",
-            "launches", "notes",
+            "recording", "runner", "model", "layout", "selection", "steps", "fields", "tokens", "first_divergence",
+            "verdict", "launches", "notes",
         }  # fmt: skip
         assert all(set(counts) == {"equal", "different"} for counts in one["fields"].values())
         assert set(one["tokens"]) == {"equal", "near_tie", "different"}
-        assert (one["runner"], one["steps"]) == ("cpu", 8)
+        assert (one["runner"], one["layout"], one["steps"]) == ("cpu", "slots", 8)
+        assert one["selection"]["reason"] == "configuration"
     assert (agreed["recording"], agreed["verdict"], agreed["first_divergence"]) == ("graph", "AGREE", None)
     assert (diverged["recording"], diverged["verdict"]) == ("piecewise", "DIVERGE")
     assert diverged["fields"]["seq_lens"]["different"] == 1
@@ -663,6 +802,8 @@ def test_text_output_explains_the_first_divergence(tmp_path, capsys):
 # -- the GPU runner -------------------------------------------------------------------------------------------
 
 HAS_TRITON = all(importlib.util.find_spec(m) for m in ("torch", "triton"))
+# All of a recording on a GPU, 25 steps in the interpreter.
+SAMPLING_STEPS = 25
 
 
 class Kept:
@@ -692,6 +833,27 @@ def test_the_gpu_runner_agrees_with_vllm(name):
     assert sum(n >= 30 for n in launched.values()) >= 5
     attention = "witness_attention" if name == "hybrid" else "paged_attention"
     assert sum(n for k, n in launched.items() if attention in k) >= 30
+
+
+@pytest.mark.interpret
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TRITON, reason="needs torch and triton")
+def test_every_sampling_parameter_agrees_with_vllm_in_the_interpreter():
+    report = replay_recording(recording("sampling"), steps=SAMPLING_STEPS, runner=f"{__name__}:Kept")
+    assert report.verdict == "AGREE", str(report.first_divergence)
+    assert report.tokens == {"equal": 121, "near_tie": 0, "different": 0}
+    assert all(report.fields[name][0] > 0 and report.fields[name][1] == 0 for name in LOGPROBS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("logits", ["recorded", "model"])
+def test_every_sampling_parameter_agrees_with_vllm_on_a_gpu(logits):
+    report = replay_recording(recording("sampling"), logits=logits, runner=f"{__name__}:Kept")
+    assert Kept.latest.describe().device.startswith("cuda")
+    assert report.verdict == "AGREE", str(report.first_divergence)
+    assert report.tokens["near_tie"] <= 1
+    assert sum(report.tokens.values()) == 386
+    assert report.fields["logprobs"] == [535, 0]
 
 
 @pytest.mark.gpu

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from conformance.driver import KINDS, RandomDriver, draw_size
+from conformance.driver import KINDS, PALETTE, REASONING, RandomDriver, draw_size, palette
 from conformance.truth import witness_logits
-from conformance.world import PlanWorld
+from conformance.world import EOS_TOKEN_IDS, GREEDY, PlanWorld
 from runner_api import (
     NULL_BLOCK_ID,
     Capability,
     PlanValidator,
     RunnerConfig,
+    SamplingParams,
     WitnessConfig,
     WitnessGroup,
     group_kv_cache_specs,
@@ -155,3 +157,81 @@ def test_dense_logits_see_all_keys_or_the_window(window: int | None) -> None:
     alone = witness_logits(config, [[1, 2, 3, 4, 5]])[0]
     assert np.array_equal(long, alone), "neighbours do not matter"
     assert np.array_equal(long, other) == (window is not None), "the first token is out of the window's reach"
+
+
+# -- what requests ask for ----------------------------------------------------------------------------------------
+
+
+def asked(kind: str, offered: frozenset[Capability], seed: int = 0, steps: int = 60) -> list[SamplingParams]:
+    """Parameters of every request that a world of this kind adds."""
+    random = np.random.default_rng(seed)
+    size = draw_size(kind, random, offered=offered)
+    cache = group_kv_cache_specs(size.model.kv_cache_specs(), size.num_blocks)
+    world, driver = PlanWorld(size.config, cache, 64), RandomDriver(random, offered)
+    found = []
+    for _ in range(steps):
+        step = driver.next_step(world)
+        found += [n.sampling_params for n in step.plan.scheduled_new_reqs]
+        world.observe({r: [1] if t.samples else [] for r, t in step.truth.requests.items()}, step.drafts_held())
+    return found
+
+
+def test_requests_ask_for_what_is_offered_and_for_no_more() -> None:
+    everything = frozenset(Capability)
+    met = frozenset().union(*(p.required_capabilities() for p in asked("wide", everything, steps=200)))
+    assert met >= {c for p in PALETTE for c in p.required_capabilities()}
+    for gone in (Capability.PENALTIES, Capability.SEEDED_SAMPLING, Capability.GRAMMAR, Capability.THINKING_BUDGET):
+        needs = frozenset().union(*(p.required_capabilities() for p in asked("plain", everything - {gone})))
+        assert gone not in needs
+    assert all(p == GREEDY for p in asked("plain", frozenset()))
+
+
+def test_where_drafts_are_verified_nobody_asks_for_log_probabilities() -> None:
+    params = asked("drafts", frozenset(Capability), steps=120)
+    assert len(params) > 30
+    assert all(p.logprobs is p.logprob_token_ids is p.trace_decode_token_ids is None for p in params)
+
+
+def test_budgets_for_thinking_need_its_markers() -> None:
+    config = RunnerConfig(max_num_reqs=2)
+    entries = palette(frozenset(Capability), config, 64)
+    assert entries
+    assert all(p.thinking_token_budget is None for p in entries)
+    assert any(
+        p.thinking_token_budget for p in palette(frozenset(Capability), replace(config, reasoning=REASONING), 64)
+    )
+
+
+@pytest.mark.parametrize("kind", ["wide", "drafts"])
+def test_masks_are_those_of_sampling_requests_that_ask_for_a_form(kind: str) -> None:
+    random = np.random.default_rng(1)
+    size = draw_size(kind, random, offered=frozenset(Capability))
+    cache = group_kv_cache_specs(size.model.kv_cache_specs(), size.num_blocks)
+    world, driver = PlanWorld(size.config, cache, 64), RandomDriver(random)
+    masked = unmasked = turned = 0
+    for _ in range(150):
+        step = driver.next_step(world)
+        asking = [r for r, t in step.truth.requests.items() if t.samples and t.request.params.structured_outputs]
+        owners = step.grammar.structured_output_request_ids if step.grammar else []
+        assert set(owners) <= set(asking)
+        assert len(set(owners)) == len(owners)
+        if step.grammar:
+            k = size.config.num_speculative_tokens
+            assert step.grammar.grammar_bitmask.shape == (len(owners) * (1 + k), 2)
+            assert step.grammar.grammar_bitmask.dtype == np.int32
+        masked, unmasked = masked + len(owners), unmasked + len(asking) - len(owners)
+        turned += owners != [r for r in step.truth.order if r in owners]
+        world.observe({r: [1] if t.samples else [] for r, t in step.truth.requests.items()}, step.drafts_held())
+    assert masked > 10
+    assert unmasked
+    assert turned or kind == "drafts", "masks in the batch's order prove little"
+
+
+def test_a_request_knows_where_it_was_admitted() -> None:
+    world = small_world()
+    world.add(list(range(10)), 10, req_id="a")
+    take_one_token(world)
+    assert world.add_with_prefix(world.running["a"], [50, 51], 1)
+    (new,) = world.close().plan.scheduled_new_reqs
+    assert world.running[new.req_id].admitted_at == new.num_computed_tokens == 8
+    assert new.eos_token_ids == EOS_TOKEN_IDS

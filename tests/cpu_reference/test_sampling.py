@@ -8,14 +8,16 @@ import pytest
 from hypothesis import given, settings
 from step_driver import make_plan, make_runner, new
 
+from cpu_reference.request_state import RequestState
 from cpu_reference.sample.gumbel import gumbel_sample, gumbel_scores
+from cpu_reference.sample.logits_rows import LogitsRows
 from cpu_reference.sample.logprob import compute_logprobs
 from cpu_reference.sample.min_p import apply_min_p
 from cpu_reference.sample.noise import gumbel_noise, murmur3, noise_words, philox4x32, uniforms
 from cpu_reference.sample.sampler import Sampler
 from cpu_reference.sample.temperature import apply_temperature
 from cpu_reference.sample.top_k_top_p import apply_top_k_top_p
-from runner_api import SamplingParams
+from runner_api import RunnerConfig, SampleFault, SamplingParams
 
 MINUS_INF = -np.inf
 
@@ -136,12 +138,25 @@ def test_positions_alias_modulo_32_bits_in_murmur3_only():
 LOGITS = [1, 0.5, 0, -0.5, 2, 1.5, -1, 0.25]
 
 
+def make_sampler(max_num_reqs, vocab_size, noise="murmur3"):
+    config = RunnerConfig(max_num_reqs=max_num_reqs, noise=noise, max_model_len=64)
+    return Sampler(config, vocab_size, RequestState(max_num_reqs, config.max_model_len, 0))
+
+
+def add(sampler, row, params, seed=0):
+    sampler.add_request(row, new("a", [1], [1], sampling_params=params, seed=seed))
+
+
+def logits_rows(rows, positions):
+    """One logits row for each of the state rows."""
+    rows, n = np.array(rows, np.int64), len(rows)
+    return LogitsRows(n, rows, np.zeros(n, np.int32), np.array(positions, np.int64), np.zeros(n, np.int32), rows)
+
+
 def draw(logits, seed, position, temperature, noise="murmur3", **params):
-    sampler = Sampler(1, len(logits), noise)
-    sampler.add_request(0, SamplingParams(temperature=temperature, **params), seed)
-    output = sampler.sample(
-        np.array([logits], np.float32), np.zeros(1, np.int64), np.array([position], np.int64), keep_scores=True
-    )
+    sampler = make_sampler(1, len(logits), noise)
+    add(sampler, 0, SamplingParams(temperature=temperature, **params), seed)
+    output = sampler.sample(np.array([logits], np.float32), logits_rows([0], [position]), keep_scores=True)
     return int(output.sampled[0]), output.scores[0]
 
 
@@ -194,6 +209,41 @@ def test_min_p():
 def test_min_p_on_rows_that_hold_minus_infinity():
     rows = [[MINUS_INF, 2, 1, -5], [MINUS_INF] * 4]
     assert kept(apply(apply_min_p, rows, np.float32([0.1, 0.1]))) == [[1, 2], []]
+
+
+def test_min_p_with_infinity_and_nan():
+    """+inf leaves only its equals; a NaN leaves the row as it is; a share that rounds to 0 is none."""
+    inf, nan = np.inf, np.nan
+    x = apply(apply_min_p, [[inf, 5, inf], [nan, 9, 1], [inf, 5, 0]], np.float32([0.1, 0.9, 1e-50]))
+    assert kept(x[[0, 2]]) == [[0, 2], [0, 1, 2]]
+    assert np.array_equal(x[1], [nan, 9, 1], equal_nan=True)
+
+
+def test_filters_leave_rows_of_nobody_alone():
+    x = np.zeros((1, 4), np.float32)
+    nobody = np.int64([-1])
+    apply_min_p(nobody, np.float32([1.0, 1.0]), 1, x)
+    apply_top_k_top_p(nobody, np.int32([1, 1]), np.float32([0.1, 0.1]), 1, x)
+    assert (x == 0).all()
+
+
+@pytest.mark.parametrize(("k", "p"), [(1, 1.0), (4, 0.5), (2, 0.5)])
+def test_top_k_and_top_p_with_infinity_and_nan(k, p):
+    """+inf has all the probability, several share it; a NaN leaves the row as it is."""
+    inf, nan = np.inf, np.nan
+    rows = [[1, inf, 9, inf], [1, nan, 9, 0]]
+    with np.errstate(all="raise"):
+        x = apply(apply_top_k_top_p, rows, np.int32([k, k]), np.float32([p, p]))
+    assert kept(x[:1]) == [[1]]
+    assert np.array_equal(x[1], rows[1], equal_nan=True)
+    assert kept(apply(apply_top_k_top_p, rows[:1], np.int32([4]), np.float32([0.51]))) == [[1, 3]]
+
+
+def test_top_p_that_float32_rounds():
+    """To 0: the best is kept all the same; to 1: no limit."""
+    logits = np.log(np.float32([[0.125, 0.5, 0.375]]))
+    assert kept(apply(apply_top_k_top_p, logits, np.int32([3]), np.float32([1e-50]))) == [[1]]
+    assert kept(apply(apply_top_k_top_p, logits, np.int32([3]), np.float32([0.99999999]))) == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize(
@@ -289,9 +339,10 @@ def test_filters_keep_the_smallest_sufficient_set(seed, k, p, masked, ties):
 
 def test_equal_scores_take_the_lower_id():
     x = np.float32([[1, 7, 3, 7, 7]])
-    sampled, zero = np.full(3, -9), np.zeros(1, np.int64)
-    gumbel_sample(zero, zero, np.zeros(1, np.float32), zero, "murmur3", 1, x, sampled)
+    sampled, faults, zero = np.full(3, -9), np.full(3, -9, np.int32), np.zeros(1, np.int64)
+    gumbel_sample(zero, zero, np.zeros(1, np.float32), zero, "murmur3", 1, x, sampled, faults)
     assert sampled.tolist() == [1, -9, -9]
+    assert faults.tolist() == [SampleFault.NONE, -9, -9]
 
 
 def test_greedy_rows_get_no_noise():
@@ -321,8 +372,10 @@ def test_the_draw_follows_the_softmax(scheme, vary):
     numbers = np.arange(n, dtype=np.int64)
     seeds = numbers if vary == "seed" else np.full(n, 42, np.int64)
     positions = numbers if vary == "position" else np.full(n, 7, np.int64)
-    sampled = np.zeros(n, np.int64)
-    gumbel_sample(np.arange(n), positions, np.ones(n, np.float32), seeds, scheme, n, np.tile(logits, (n, 1)), sampled)
+    sampled, faults = np.zeros(n, np.int64), np.zeros(n, np.int32)
+    arguments = (np.arange(n), positions, np.ones(n, np.float32), seeds, scheme, n, np.tile(logits, (n, 1)))
+    gumbel_sample(*arguments, sampled, faults)
+    assert not faults.any()
     expected = np.exp(logits.astype(np.float64))
     expected *= n / expected.sum()
     observed = np.bincount(sampled, minlength=9)
@@ -346,10 +399,10 @@ def test_a_draw_does_not_see_its_neighbours(seed, scheme):
     positions = rng.integers(0, 5000, n)
 
     def sample(order, rows):
-        sampler = Sampler(16, vocab_size, scheme)
+        sampler = make_sampler(16, vocab_size, scheme)
         for i, row in zip(order, rows, strict=True):
-            sampler.add_request(row, params[i], int(seeds[i]))
-        output = sampler.sample(logits[order], np.array(rows), positions[order])
+            add(sampler, row, params[i], int(seeds[i]))
+        output = sampler.sample(logits[order], logits_rows(rows, positions[order]))
         return dict(zip(order, output.sampled.tolist(), strict=True))
 
     together = sample(list(range(n)), list(range(n)))
@@ -360,26 +413,17 @@ def test_a_draw_does_not_see_its_neighbours(seed, scheme):
 
 
 def test_the_sampler_leaves_the_logits_as_they_are():
-    sampler, logits = Sampler(1, 4, "murmur3"), np.float32([[1, 2, 3, 4]])
-    sampler.add_request(0, SamplingParams(temperature=0.5, top_k=1, min_p=0.5), 0)
-    sampler.sample(logits, np.zeros(1, int), np.zeros(1, int))
+    sampler, logits = make_sampler(1, 4), np.float32([[1, 2, 3, 4]])
+    add(sampler, 0, SamplingParams(temperature=0.5, top_k=1, min_p=0.5))
+    sampler.sample(logits, logits_rows([0], [0]))
     assert logits.tolist() == [[1, 2, 3, 4]]
-
-
-def test_a_row_forgets_its_last_owner():
-    sampler = Sampler(1, 8, "murmur3")
-    sampler.add_request(0, SamplingParams(temperature=0.5, top_k=2, top_p=0.5, min_p=0.5, logprobs=3), 9)
-    sampler.add_request(0, SamplingParams(), 0)
-    got = [a[0].item() for a in (sampler.temperature, sampler.top_k, sampler.top_p, sampler.min_p, sampler.seeds,
-                                 sampler.num_logprobs)]  # fmt: skip
-    assert got == [1.0, 8, 1.0, 0.0, 0, -1]
 
 
 @pytest.mark.parametrize(("top_k", "stored"), [(0, 8), (-1, 8), (1, 1), (3, 3), (8, 8), (100, 8), (2**40, 8)])
 def test_top_k_is_stored_as_a_count(top_k, stored):
-    sampler = Sampler(1, 8, "murmur3")
-    sampler.add_request(0, SamplingParams(top_k=top_k), 0)
-    assert sampler.top_k[0] == stored
+    sampler = make_sampler(1, 8)
+    add(sampler, 0, SamplingParams(top_k=top_k))
+    assert sampler.row_tables()["top_k"][0] == stored
 
 
 # -- log probabilities ------------------------------------------------------------------------------------------

@@ -328,8 +328,8 @@ def test_slot_mappings(batch, sizes, data):
             tables[g][row, :n] = rng.integers(1, 2**27, n)  # 2^27 blocks of 16: slots past 2^31
     out = STAGES.run(
         "compute_slot_mappings", idx_mapping=idx_mapping, query_start_loc=batch.query_start_loc, positions=positions,
-        block_sizes=sizes, slot_mapping_enabled=enabled, num_reqs=batch.num_reqs, block_tables=tables,
-        slot_mappings=poisoned((len(sizes), T)),
+        block_sizes=sizes, slot_mapping_enabled=enabled, dcp_sharded=enabled, dcp_size=1, dcp_rank=0, dcp_interleave=1,
+        num_reqs=batch.num_reqs, block_tables=tables, slot_mappings=poisoned((len(sizes), T)),
     )["slot_mappings"]  # fmt: skip
     for g, size in enumerate(sizes):
         expected = [-1] * T
@@ -343,8 +343,9 @@ def test_slot_mappings(batch, sizes, data):
 def test_slots_are_computed_in_64_bits():
     out = poisoned((1, 1))
     STAGES.stages["compute_slot_mappings"].fn(
-        np.zeros(1, np.int64), np.int32([0, 1]), np.int64([5]), [16], [True], 1, [np.int32([[2**27]])], out
-    )
+        np.zeros(1, np.int64), np.int32([0, 1]), np.int64([5]), [16], [True], [True], 1, 0, 1, 1,
+        [np.int32([[2**27]])], out,
+    )  # fmt: skip
     assert out[0, 0] == 2**31 + 5
 
 
@@ -494,7 +495,10 @@ def test_sampling_stages_write_their_rows_only(name):
         out = STAGES.run(
             "gumbel_sample", expanded_idx_mapping=rows, positions=np.int64([3, 4, POISON]), temperature=t,
             seeds=np.int64([5, 6]), noise="murmur3", num_logits=2, logits=logits, sampled=poisoned(3),
-        )["sampled"]  # fmt: skip
+            faults=poisoned(3, np.int32),
+        )  # fmt: skip
+        assert out["faults"].tolist() == [0, 0, POISON]
+        out = out["sampled"]
         assert out[0] == 0
         assert 0 <= out[1] < 4
         assert out[2] == POISON

@@ -164,7 +164,7 @@ def test_addressing_with_an_empty_row():
     positions, slots = np.full(8, -9), np.full((1, 8), -9)
     prepare_query_start_loc(counts, 4, query_start_loc)
     prepare_pos_seq_lens(np.arange(4), query_start_loc, computed, 4, positions, seq_lens)
-    compute_slot_mappings(np.arange(4), query_start_loc, positions, [8], [True], 4, [table], slots)
+    compute_slot_mappings(np.arange(4), query_start_loc, positions, [8], [True], [True], 1, 0, 1, 4, [table], slots)
     equal(query_start_loc, [0, 2, 2, 3, 6])
     equal(positions[:6], [5, 6, 12, 1, 2, 3])
     equal(seq_lens, [7, 0, 13, 4])

@@ -1,7 +1,8 @@
 """A runner without tensors: it checks every plan and draws tokens as a function of a request's history alone.
 
 It keeps KV as the engine promises it: what a slot holds is written when a token is scheduled and read back through
-the block list, so a block that two requests wrongly share, or a wrong prefix hit, changes the tokens.
+the block list, so a block that two requests wrongly share, or a wrong prefix hit, changes the tokens. Under a grammar
+it draws the first allowed token at or after its own. `ParityBackend` is a grammar to go with it.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ from engine_core.executor import make_executor
 from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.plan_builder import SchedulerConfig
 from engine_core.scheduler import Scheduler
+from engine_core.structured_output import GrammarError
 from engine_core.worker import WorkerConfig
 from runner_api import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     CallOrderError,
     Capability,
     DraftTokenIds,
+    EngineError,
     KVCacheSpec,
     ModelRunnerOutput,
     PlanValidator,
     RunnerConfig,
     RunnerInfo,
+    SampleFault,
     WitnessConfig,
     WitnessGroup,
     group_kv_cache_specs,
@@ -31,7 +35,8 @@ from runner_api import (
 
 CAPABILITIES = frozenset(
     {Capability.GENERATE, Capability.SEEDED_SAMPLING, Capability.ASYNC_OUTPUT, Capability.MULTI_GROUP,
-     Capability.SLIDING_WINDOW, Capability.TOP_K, Capability.SPECULATIVE}
+     Capability.SLIDING_WINDOW, Capability.TOP_K, Capability.SPECULATIVE, Capability.GRAMMAR,
+     Capability.SAMPLE_FAULTS}
 )  # fmt: skip
 
 
@@ -44,30 +49,46 @@ def next_token(history: list[int], seed: int, vocab_size: int, window: int | Non
     return (value >> 7) % vocab_size
 
 
+def masked(token: int, words) -> int | None:
+    """The first allowed token at or after `token`, around the end; None if none is allowed."""
+    if words is None:
+        return token
+    allowed = [v for v in range(32 * len(words)) if words[v // 32] >> (v % 32) & 1]
+    return next((v for v in allowed if v >= token), allowed[0] if allowed else None)
+
+
 class Output:
-    def __init__(self, output: ModelRunnerOutput) -> None:
+    def __init__(self, output: ModelRunnerOutput, fetched=lambda: None) -> None:
         self.output = output
+        self.fetched = fetched
 
     def get_output(self) -> ModelRunnerOutput:
+        self.fetched()
         return self.output
 
 
 class FakeRunner:
+    LAYOUTS = ("slots", "dense")
+
     def __init__(self, config) -> None:
         self.config = config
+        self.layout = config.layout or "slots"
         self.model: WitnessConfig | None = None
         self.tokens: dict[str, list[int]] = {}
         self.seeds: dict[str, int] = {}
         self.computed: dict[str, int] = {}
         self.blocks: dict[str, tuple[list[int], ...]] = {}
         self.plans = []
+        self.grammars = []  # of each step that sampled
+        self.calls = []  # (what, number of the step), in the order of the calls
+        self.faults: dict[str, int] = {}  # request to the number of outputs after which its logits are broken
         self.pending = None
         self.drafts: dict[str, list[int]] = {}
         self.is_shut_down = False
 
     def describe(self) -> RunnerInfo:
         return RunnerInfo("fake", "engine_fake_runner.FakeRunner", "0", "cpu", "float32",
-                          self.config.layout, self.config.noise, CAPABILITIES)  # fmt: skip
+                          self.layout, self.config.noise, CAPABILITIES)  # fmt: skip
 
     def load_model(self, model) -> None:
         self.model = model
@@ -77,7 +98,7 @@ class FakeRunner:
 
     def initialize_kv_cache(self, kv_cache_config) -> None:
         self.groups = kv_cache_config.groups
-        self.validator = PlanValidator(self.config, kv_cache_config, self.model.vocab_size, CAPABILITIES)
+        self.validator = PlanValidator(self.config, kv_cache_config, self.model.vocab_size, CAPABILITIES, self.layout)
         sizes = [kv_cache_config.num_blocks * g.spec.block_size for g in self.groups]
         self.kv = [np.full((size, 2), -1, dtype=np.int64) for size in sizes]
 
@@ -91,10 +112,12 @@ class FakeRunner:
     def execute_model(self, plan, *, descriptor=None, intermediate_tensors=None):
         if self.pending is not None:
             raise CallOrderError("sample_tokens was not called", field="execute_model")
-        self._validate(plan)
+        self.validator.check(plan)
+        self.validator.commit(plan)
+        self.calls.append(("execute", len(self.plans)))
         self.plans.append(plan)
         for req_id in plan.finished_req_ids | plan.preempted_req_ids:
-            if self.config.layout == "slots" or req_id in plan.finished_req_ids:
+            if self.layout == "slots" or req_id in plan.finished_req_ids:
                 self.tokens.pop(req_id, None)
         for new in plan.scheduled_new_reqs:
             self.tokens[new.req_id] = list(new.prefill_token_ids)
@@ -122,11 +145,6 @@ class FakeRunner:
             return EMPTY_MODEL_RUNNER_OUTPUT
         return None
 
-    def _validate(self, plan) -> None:
-        if self.config.layout == "slots":
-            self.validator.check(plan)
-            self.validator.commit(plan)
-
     def _read(self, req_id: str, length: int) -> int:
         """The token after the first `length`, from what the KV holds in each group's window."""
         total = 0
@@ -145,16 +163,23 @@ class FakeRunner:
         if self.pending is None:
             raise CallOrderError("execute_model was not called", field="sample_tokens")
         plan, self.pending = self.pending, None
-        sampled = {}
+        step = len(self.plans) - 1
+        self.calls.append(("sample", step))
+        self.grammars.append(grammar)
+        sampled, errors = {}, {}
         for req_id, n in plan.num_scheduled_tokens.items():
             drafts = self.drafts.pop(req_id, [])[: len(plan.scheduled_spec_decode_tokens.get(req_id, ()))]
             end = self.computed[req_id] + n
             got: list[int] = []
             if end - len(drafts) >= len(self.tokens[req_id]):
+                masks, limit = self._masks(grammar, req_id, len(drafts))
                 for i in range(len(drafts) + 1):
-                    token = self._read(req_id, end - len(drafts) + i)
+                    token = masked(self._read(req_id, end - len(drafts) + i), masks[i])
+                    if token is None or len(self.tokens[req_id]) >= self.faults.get(req_id, 1 << 30):
+                        errors[req_id] = SampleFault.NO_TOKEN if token is None else SampleFault.NAN
+                        token = 0
                     got.append(token)
-                    if i == len(drafts) or drafts[i] != token:
+                    if i >= limit or drafts[i] != token:
                         break
                 self.tokens[req_id] += got
                 end -= len(drafts) - (len(got) - 1)
@@ -163,7 +188,22 @@ class FakeRunner:
         self._propose(sampled)
         # Batch order is the runner's own business; any order must do.
         ids = tuple(sorted(sampled, reverse=True))
-        return Output(ModelRunnerOutput(ids, tuple(sampled[r] for r in ids)))
+        return Output(
+            ModelRunnerOutput(ids, tuple(() if r in errors else sampled[r] for r in ids), errors=errors),
+            lambda: self.calls.append(("fetch", step)),
+        )
+
+    def _masks(self, grammar, req_id: str, num_drafts: int):
+        """The request's mask rows, or None for each logits row; and how many of its drafts may be accepted."""
+        if grammar is None or req_id not in grammar.structured_output_request_ids:
+            return [None] * (1 + num_drafts), num_drafts
+        g, stride = grammar.structured_output_request_ids.index(req_id), 1 + self.config.num_speculative_tokens
+        assert grammar.grammar_bitmask.dtype == np.int32
+        assert grammar.grammar_bitmask.shape == (
+            len(grammar.structured_output_request_ids) * stride, -(-self.model.vocab_size // 32)
+        )  # fmt: skip
+        acceptable = (grammar.num_acceptable_drafts or [0] * (g + 1))[g]
+        return grammar.grammar_bitmask[g * stride : (g + 1) * stride], min(num_drafts, acceptable)
 
     def _propose(self, sampled) -> None:
         """Drafts: the right tokens, wrong from a place on that depends on the history."""
@@ -201,8 +241,63 @@ def expected(prompt: list[int], seed: int, max_tokens: int, model: WitnessConfig
     return history[len(prompt) :]
 
 
-def build_engine(*, num_blocks=32, model=None, prefix_caching=None, eos=(), depth=2, **limits):
-    """An engine over a FakeRunner, and that runner."""
+class ParityMatcher:
+    """`length` tokens, even and odd in turn, the end-of-sequence tokens excepted; from `least` tokens on it may end."""
+
+    def __init__(self, length: int, least: int, vocab_size: int, eos: tuple[int, ...]) -> None:
+        self.length, self.least, self.vocab_size, self.eos = length, least, vocab_size, eos
+        self.taken: list[int] = []
+        self.fails_after: int | None = None
+
+    def allows(self, token: int) -> bool:
+        if self.is_terminated():
+            return False
+        if token in self.eos:
+            return len(self.taken) >= self.least
+        return token % 2 == len(self.taken) % 2
+
+    def fill_bitmask(self, words) -> None:
+        assert not self.is_terminated(), "nobody asks what comes after the end"
+        if self.fails_after is not None and len(self.taken) >= self.fails_after:
+            raise GrammarError("too complex")
+        words[:] = 0
+        for v in range(self.vocab_size):
+            if self.allows(v):
+                words.view(np.uint32)[v // 32] |= np.uint32(1 << v % 32)
+
+    def accept(self, token: int) -> bool:
+        if not self.allows(token):
+            return False
+        self.taken.append(token)
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        assert 0 < num_tokens <= len(self.taken)
+        del self.taken[-num_tokens:]
+
+    def is_terminated(self) -> bool:
+        return len(self.taken) >= self.length or bool(self.taken and self.taken[-1] in self.eos)
+
+
+class ParityBackend:
+    """Compiles `regex="LENGTH"` or `regex="LENGTH,LEAST"`."""
+
+    name = "parity"
+
+    def __init__(self, vocab_size: int, eos: tuple[int, ...]) -> None:
+        self.vocab_size, self.eos = vocab_size, eos
+        self.compiled: list[ParityMatcher] = []
+
+    def compile(self, params):
+        length, _, least = params.regex.partition(",")
+        if not length.isdecimal():
+            raise EngineError("cannot be compiled", field="structured_outputs.regex", got=params.regex)
+        self.compiled.append(ParityMatcher(int(length), int(least or length), self.vocab_size, self.eos))
+        return self.compiled[-1]
+
+
+def build_engine(*, num_blocks=32, model=None, prefix_caching=None, eos=(), depth=2, grammar=True, **limits):
+    """An engine over a FakeRunner, and that runner. grammar: with a `ParityBackend`."""
     model = model or WitnessConfig(vocab_size=32, groups=(WitnessGroup(4),))
     limits = {"max_num_reqs": 4, "max_num_batched_tokens": 16, "max_model_len": 48, **limits}
     config = SchedulerConfig(**limits)
@@ -218,7 +313,10 @@ def build_engine(*, num_blocks=32, model=None, prefix_caching=None, eos=(), dept
     kv_cache_config = group_kv_cache_specs(executor.get_kv_cache_specs()[0], num_blocks)
     executor.initialize_from_config([kv_cache_config])
     manager = KVCacheManager(kv_cache_config, config.max_model_len, enable_prefix_caching=prefix_caching)
-    engine = Engine(executor, Scheduler(config, manager), vocab_size=model.vocab_size, eos_token_ids=eos)
+    engine = Engine(
+        executor, Scheduler(config, manager), vocab_size=model.vocab_size, eos_token_ids=eos,
+        grammar_backend=(lambda: ParityBackend(model.vocab_size, eos)) if grammar else None,
+    )  # fmt: skip
     return engine, executor.worker.runner
 
 

@@ -7,8 +7,8 @@ import pytest
 
 import engine_core.cli as cli
 from engine_core import commands
-from engine_core.llm import LLM
-from runner_api import EngineError, WitnessConfig, __version__
+from engine_core.llm import LLM, RequestOutput
+from runner_api import EngineError, RunnerInfo, SamplingParams, StructuredOutputsParams, WitnessConfig, __version__
 
 GOOD = EntryPoint("good", "test_cli:add_good", cli.ENTRY_POINT_GROUP)
 BROKEN = EntryPoint("broken", "no_such_module_xyz:command", cli.ENTRY_POINT_GROUP)
@@ -159,6 +159,127 @@ def test_generate(monkeypatch, capsys):
     assert result["runner"]["dtype"] == "float64"
     for key in [*result, *result["outputs"][0], *result["runner"]]:
         assert key in commands.GENERATE_JSON or key == "notes"
+
+
+class Recorded:
+    """Stands for `LLM`: keeps the parameters, answers with what the test says."""
+
+    params: list = []  # noqa: RUF012
+    outputs: list = []  # noqa: RUF012
+    runner_info = RunnerInfo("cpu", "x.Y", "0", "cpu", "float32", "slots", "murmur3", frozenset())
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def encode_bad_words(self, words):
+        return tuple((ord(word),) for word in words)
+
+    def generate(self, prompts, params, *, chat, progress):
+        Recorded.params.append(params)
+        return list(Recorded.outputs)
+
+
+def test_sampling_options_reach_the_parameters(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(commands, "LLM", Recorded)
+    Recorded.outputs = [RequestOutput("x", [1], "ok", [2], "stop")]
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "integer"}')
+    argv = [
+        "generate",
+        "m",
+        "x",
+        "--presence-penalty",
+        "-1.5",
+        "--frequency-penalty",
+        "0.25",
+        "--repetition-penalty",
+        "1.5",
+        "--min-tokens",
+        "3",
+        "--logit-bias",
+        "5=-100",
+        "--logit-bias",
+        "6=2.5",
+        "--allowed-token-ids",
+        "5,6,7",
+        "--bad-words",
+        "a",
+        "--bad-words",
+        "b",
+        "--logprobs",
+        "2",
+        "--json",
+    ]
+    code, out, _ = run_command(commands.generate, [*argv, "--json-schema", str(schema)], capsys)
+    assert code == 0
+    assert json.loads(out)["outputs"][0]["text"] == "ok"
+    assert Recorded.params[-1] == SamplingParams(
+        temperature=0.0, max_tokens=128, min_tokens=3, presence_penalty=-1.5, frequency_penalty=0.25,
+        repetition_penalty=1.5, logit_bias={5: -100.0, 6: 2.5}, allowed_token_ids=(5, 6, 7), logprobs=2,
+        bad_words_token_ids=((97,), (98,)), structured_outputs={"json": {"type": "integer"}},
+    )  # fmt: skip
+    for more, form in (
+        (["--regex", "a+"], {"regex": "a+"}), (["--choice", "a", "--choice", "b c"], {"choice": ["a", "b c"]}),
+    ):  # fmt: skip
+        run_command(commands.generate, ["generate", "m", "x", *more], capsys)
+        assert Recorded.params[-1].structured_outputs == StructuredOutputsParams(**form)
+    run_command(commands.generate, ["generate", "m", "x"], capsys)
+    assert Recorded.params[-1] == SamplingParams(temperature=0.0, max_tokens=128)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--json-schema", "/no/such/file"], "--json-schema"),
+        (["--json-schema", "SCHEMA"], "structured_outputs.json: not JSON"),
+        (["--regex", "a", "--choice", "b"], "not allowed with"),
+        (["--logit-bias", "5"], "'5' is not ID=VALUE"),
+        (["--logit-bias", "5=x"], "is not ID=VALUE"),
+        (["--allowed-token-ids", "5,x"], "is not a list of token ids"),
+        (["--repetition-penalty", "0"], "repetition_penalty"),
+        (["--min-tokens", "200"], "min_tokens"),
+        (["--regex", ""], "structured_outputs.regex"),
+    ],
+)
+def test_bad_sampling_options_are_misuse(monkeypatch, capsys, tmp_path, argv, says):
+    monkeypatch.setattr(commands, "LLM", Recorded)
+    schema = tmp_path / "schema.json"
+    schema.write_text("{")
+    argv = [str(schema) if a == "SCHEMA" else a for a in argv]
+    assert cli.main(["generate", "m", "x", *argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert says in captured.err
+    assert "error: " in captured.err.splitlines()[-1]
+
+
+def test_an_answer_that_could_not_be_drawn_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(commands, "LLM", Recorded)
+    Recorded.outputs = [
+        RequestOutput("x", [1], "fine", [2], "length"),
+        RequestOutput("y", [1], "so fa", [3, 4], "error", error="no token"),
+    ]
+    code, out, err = run_command(commands.generate, ["generate", "m", "x", "y"], capsys)
+    assert code == 2
+    assert out == "--- x\nfine\n--- y\nso fa\n"
+    assert err.splitlines()[-1] == "error: answer 2 of 2: no token"
+    code, out, _ = run_command(commands.generate, ["generate", "m", "x", "y", "--json"], capsys)
+    assert code == 2
+    assert [o["error"] for o in json.loads(out)["outputs"]] == [None, "no token"]
+
+
+def test_log_probabilities_are_json(monkeypatch, capsys):
+    monkeypatch.setattr(commands, "LLM", Recorded)
+    Recorded.outputs = [RequestOutput("x", [1], "", [2], "stop", logprobs=[{2: -0.5, 3: float("-inf")}])]
+    _, out, _ = run_command(commands.generate, ["generate", "m", "x", "--json"], capsys)
+    assert "Infinity" not in out
+    assert json.loads(out)["outputs"][0]["logprobs"] == [{"2": -0.5, "3": None}]
 
 
 def test_the_installed_program_finds_its_commands(capsys):

@@ -4,7 +4,19 @@ import numpy as np
 import pytest
 from engine_fake_runner import CAPABILITIES, FakeRunner, build_engine, expected, run_to_end
 
-from runner_api import Capability, CapabilityError, EngineError, ModelRunnerOutput, SamplingParams
+from runner_api import (
+    Capability,
+    CapabilityError,
+    EngineError,
+    ModelRunnerOutput,
+    ReasoningConfig,
+    RunnerConfig,
+    SamplingParams,
+    SamplingParamsError,
+    UnknownNameError,
+    WitnessConfig,
+    WitnessGroup,
+)
 
 
 def params(**kwargs) -> SamplingParams:
@@ -136,6 +148,12 @@ def test_a_resumed_request_keeps_its_seed():
         ([np.bool_(True)], {}, EngineError, "not a token id"),
         ([1], {"logit_bias": {99: 1.0}}, EngineError, "logit_bias"),
         ([1], {"bad_words_token_ids": ((99,),)}, EngineError, "bad_words_token_ids"),
+        ([1], {"stop_token_ids": (32,)}, EngineError, "stop_token_ids"),
+        ([1], {"logprob_token_ids": (32,)}, EngineError, "logprob_token_ids"),
+        ([1], {"trace_decode_token_ids": (3, 32)}, EngineError, "trace_decode_token_ids"),
+        ([1], {"trace_decode_token_ids": (3,)}, CapabilityError, "does not offer trace_replay"),
+        ([1], {"thinking_token_budget": 3}, CapabilityError, "does not offer thinking_budget"),
+        ([1], {"extra_args": {"x": 1}}, UnknownNameError, "extra_args"),
     ],
 )
 def test_admission(prompt, kwargs, error, text):
@@ -212,3 +230,100 @@ def test_a_runner_that_answers_wrongly_is_found_out(monkeypatch):
     monkeypatch.setattr(FakeRunner, "sample_tokens", renamed)
     with pytest.raises(EngineError, match="does not answer the plan"):
         engine.step()
+
+
+# -- what the engine makes of parameters ----------------------------------------------------------------------
+
+
+def test_plans_tell_the_ends_of_the_model():
+    """Also of a resumed request. An end that the model cannot draw is none."""
+    engine, runner = build_engine(eos=(9, 40, 3), num_blocks=7, prefix_caching=False)
+    for name in "abc":
+        engine.add_request(name, [1] * 7, params(max_tokens=8, ignore_eos=True))
+    run_to_end(engine)
+    new = [n for p in runner.plans for n in p.scheduled_new_reqs]
+    assert len(new) > 3
+    assert {n.eos_token_ids for n in new} == {(3, 9)}
+
+
+@pytest.fixture
+def offers_everything(monkeypatch):
+    monkeypatch.setattr("engine_fake_runner.CAPABILITIES", frozenset(Capability))
+
+
+@pytest.mark.parametrize(
+    ("trace", "max_tokens", "kept"),
+    [((5, 6, 7), None, 3), ((5, 6, 7), 9, 3), ((5, 6, 7), 2, 2), (tuple(range(30)) * 2, None, 46), ((4,) * 50, 47, 46)],
+)
+def test_a_replayed_request_stops_where_its_trace_does(offers_everything, trace, max_tokens, kept):
+    engine, runner = build_engine(eos=(6,))  # max_model_len 48, prompt 2
+    wanted = params(
+        trace_decode_token_ids=trace, max_tokens=max_tokens, min_tokens=1, stop="x", stop_token_ids=(7,), top_k=5
+    )
+    request = engine.add_request("a", [1, 2], wanted)
+    got = request.sampling_params
+    assert got.trace_decode_token_ids == trace[:46]
+    assert (got.max_tokens, got.min_tokens, got.ignore_eos, got.stop, got.stop_token_ids) == (kept, 0, True, (), ())
+    assert got.top_k == wanted.top_k
+    assert request.eos_token_ids == frozenset()
+    assert len(run_to_end(engine)["a"]) == kept
+    assert runner.plans[0].scheduled_new_reqs[0].eos_token_ids == ()
+
+
+def test_a_trace_and_drafts_exclude_each_other(offers_everything):
+    engine, _ = build_engine(num_speculative_tokens=2)
+    with pytest.raises(CapabilityError, match="trace_decode_token_ids"):
+        engine.add_request("a", [1], params(trace_decode_token_ids=(3,)))
+    assert not engine.has_requests
+
+
+def test_min_tokens_mask_so_many_ends_and_no_more(offers_everything):
+    engine, _ = build_engine(eos=tuple(range(4)), model=WitnessConfig(200, (WitnessGroup(4),)))
+    for many, ok in ((124, True), (125, False)):
+        wanted = params(min_tokens=1, stop_token_ids=tuple(range(4, 4 + many)))
+        if ok:
+            engine.add_request("a", [1], wanted)
+            continue
+        with pytest.raises(EngineError, match=r"stop_token_ids\['b'\].*got 129, expected at most 128"):
+            engine.add_request("b", [1], wanted)
+    engine.add_request("c", [1], params(stop_token_ids=tuple(range(4, 130))))  # without min_tokens nothing is masked
+
+
+def test_a_thinking_budget_needs_the_markers(offers_everything):
+    engine, _ = build_engine()
+    with pytest.raises(CapabilityError, match="thinking_token_budget"):
+        engine.add_request("a", [1], params(thinking_token_budget=3))
+    engine.admission.runner_config = RunnerConfig(reasoning=ReasoningConfig((1,), (2,)))
+    engine.add_request("a", [1], params(thinking_token_budget=3))
+
+
+class Picky:
+    """A logits processor that refuses odd numbers."""
+
+    arguments = ("even",)
+
+    def __init__(self, max_num_reqs, vocab_size, arrays):
+        assert arrays.where(arrays.arange(2) > 0, arrays.array([5, 6], "int64"), arrays.zeros(2, "int64")).tolist() == [
+            0,
+            6,
+        ]
+
+    def validate(self, params):
+        if (params.extra_args or {}).get("even", 0) % 2:
+            raise ValueError("odd")
+
+    def add_request(self, *_):
+        return False
+
+    remove_request = move_rows = observe = apply = add_request
+
+
+def test_processors_refuse_a_request_before_it_is_queued(offers_everything):
+    engine, _ = build_engine()
+    engine.admission.runner_config = RunnerConfig(logits_processors=(Picky,))
+    with pytest.raises(SamplingParamsError, match="odd"):
+        engine.add_request("a", [1], params(extra_args={"even": 3}))
+    with pytest.raises(UnknownNameError, match="'even'"):
+        engine.add_request("a", [1], params(extra_args={"evne": 2}))
+    assert not engine.has_requests
+    engine.add_request("a", [1], params(extra_args={"even": 4}))

@@ -13,6 +13,7 @@ from runner_api import (
     ConfigError,
     EngineError,
     KVCacheError,
+    ReasoningConfig,
     SamplingParams,
     SamplingParamsError,
     UnknownNameError,
@@ -36,6 +37,9 @@ class CharTokenizer:
 
     def decode(self, ids, skip_special_tokens=True):
         return "".join(chr(64 + i) for i in ids)
+
+    def encode_bad_words(self, words):
+        return tuple(dict.fromkeys(tuple(self.encode(w)) for w in words))
 
     def apply_chat_template(self, messages):
         return "".join(m["role"][0].upper() + m["content"] for m in messages) + "A"
@@ -165,11 +169,28 @@ def test_text_and_stop_strings(chars):
 
 
 def test_stop_strings_wait_for_min_tokens():
+    """The token that completes one comes after min_tokens others, as a stop token id does."""
     stream = _Stream(RequestOutput(None, []), SamplingParams(stop="A", min_tokens=2), CharTokenizer())
+    assert not stream.take(EngineCoreOutput("a", (1,)))
     assert not stream.take(EngineCoreOutput("a", (1,)))
     assert not stream.take(EngineCoreOutput("a", (2,)))
     assert stream.take(EngineCoreOutput("a", (1,)))
-    assert (stream.output.text, stream.output.finish_reason) == ("AB", "stop")
+    assert (stream.output.text, stream.output.finish_reason) == ("AAB", "stop")
+
+
+def test_only_the_token_of_a_stop_is_no_text():
+    for ends_with_stop, text in ((True, "A"), (False, "AB")):
+        stream = _Stream(RequestOutput(None, []), SamplingParams(), CharTokenizer())
+        assert not stream.take(EngineCoreOutput("a", (1, 2), "stop", ends_with_stop=ends_with_stop))
+        assert (stream.output.text, stream.output.token_ids) == (text, [1, 2])
+
+
+def test_an_answer_that_ends_with_an_error_keeps_its_text():
+    stream = _Stream(RequestOutput(None, []), SamplingParams(), CharTokenizer())
+    stream.take(EngineCoreOutput("a", (1, 2)))
+    assert not stream.take(EngineCoreOutput("a", (), "error", error="why"))
+    out = stream.output
+    assert (out.text, out.token_ids, out.finish_reason, out.error) == ("AB", [1, 2], "error", "why")
 
 
 def test_several_tokens_at_once_end_at_the_stop_string():
@@ -220,7 +241,7 @@ def test_nothing_is_left_after_a_refusal_or_an_interruption():
         ({"runner": "cup"}, UnknownNameError, "cpu"),
         ({"layout": "sluts"}, UnknownNameError, "slots"),
         ({"executor": "multi"}, UnknownNameError, "uni"),
-        ({"layout": "dense"}, CapabilityError, "layout"),
+        ({"layout": "dense", "num_speculative_tokens": 1}, CapabilityError, "lacks drafts"),
         ({"num_blocks": 1}, ConfigError, "num_blocks"),
         ({"kv_cache_memory_bytes": 100}, KVCacheError, "no room"),
         ({"kv_cache_memory_bytes": 10000, "num_blocks": 5}, ConfigError, "given twice"),
@@ -266,6 +287,35 @@ def test_config_from_options_lists_near_names():
         EngineConfig.from_options(WITNESS, {"kv_cache_memory_byte": 1})
 
 
+def test_a_trace_is_replayed():
+    with LLM(WITNESS, **SMALL) as llm:
+        replayed = SamplingParams(trace_decode_token_ids=[5, 6, 7], max_tokens=None, stop_token_ids=[6])
+        plain = SamplingParams(max_tokens=5, seed=1)
+        one, two = llm.generate([[1, 2], [3]], [replayed, plain])
+        assert (one.token_ids, one.finish_reason, one.stop_reason) == ([5, 6, 7], "length", None)
+        assert two.token_ids == llm.generate([3], plain)[0].token_ids
+
+
+def test_thinking_ends_when_its_budget_is_used_up():
+    start, end = 1, (2, 3)
+    with LLM(WITNESS, reasoning=ReasoningConfig((start,), end), **SMALL) as llm:
+        for budget in (0, 2):
+            (out,) = llm.generate([9, start], SamplingParams(thinking_token_budget=budget, max_tokens=8, seed=3))
+            assert tuple(out.token_ids[budget : budget + 2]) == end
+    with pytest.raises(ConfigError, match=r"reasoning\.end_token_ids"):
+        LLM(WITNESS, reasoning=ReasoningConfig((1,), (64,)), **SMALL)
+
+
+def test_grammars_and_bad_words_are_about_text():
+    with LLM(WITNESS, **SMALL) as llm:
+        with pytest.raises(EngineError, match=r"structured_outputs.*no tokenizer"):
+            llm.generate([1], SamplingParams(structured_outputs={"regex": "a"}))
+        with pytest.raises(EngineError, match="no tokenizer"):
+            llm.encode_bad_words(["a"])
+        llm.tokenizer = CharTokenizer()
+        assert llm.encode_bad_words("AB") == llm.encode_bad_words(["AB", "AB"])
+
+
 @needs_smollm2
 @pytest.mark.slow
 def test_a_real_model_answers():
@@ -283,9 +333,11 @@ def test_a_real_model_answers():
         ("max_model_len", 0), ("max_model_len", 1), ("max_model_len", "a"), ("num_blocks", 0), ("num_blocks", "x"),
         ("num_blocks", 2.5), ("kv_cache_memory_bytes", 0), ("kv_cache_memory_bytes", -1), ("seed", "a"), ("seed", -1),
         ("enable_prefix_caching", "x"), ("enable_prefix_caching", 1), ("async_scheduling", "no"), ("device", 5),
+        ("logprobs_mode", "raw"), ("grammar_backend", "x"), ("grammar_backend", None),
         ("max_num_reqs", 0), ("max_num_reqs", 1.5), ("max_num_batched_tokens", "a"), ("max_concurrent_batches", 0),
         ("long_prefill_token_threshold", -1), ("num_speculative_tokens", -1), ("record", 5), ("record", "kv"),
-        ("record", ("x",)), ("noise", "x"), ("dtype", 5), ("layout", None), ("runner", 5), ("runner", None),
+        ("record", ("x",)), ("noise", "x"), ("dtype", 5), ("layout", 5), ("reorder_batch_threshold", 0),
+        ("runner", 5), ("runner", None),
     ],
 )  # fmt: skip
 def test_options_of_the_wrong_kind_or_size(field, value):

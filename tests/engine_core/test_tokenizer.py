@@ -283,3 +283,32 @@ def test_smollm2_chat(smollm2):
     assert ids == smollm2.encode(prompt)
     assert (ids.count(1), ids.count(2)) == (3, 2)
     assert smollm2.decode(ids, skip_special_tokens=False) == prompt
+
+
+# ---- what sampling and grammars ask of it
+
+
+def test_bad_words_are_written_at_a_start_and_behind_a_space():
+    """The second way counts only where it is as many tokens, and other ones."""
+    tokens = ["<s>", *BYTES, "ha", "\u0120h", "\u0120ha"]
+    backend = Backend(models.BPE({t: i for i, t in enumerate(tokens)}, [("h", "a"), ("\u0120", "ha"), ("\u0120", "h")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.add_special_tokens([AddedToken("<s>", special=True)])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = Tokenizer(backend)
+    ids = {t: i for i, t in enumerate(tokens)}
+    assert tokenizer.encode_bad_words(["ha"]) == ((ids["ha"],), (ids["\u0120ha"],))
+    assert tokenizer.encode_bad_words([" ha", "ha"]) == ((ids["ha"],), (ids["\u0120ha"],))
+    assert tokenizer.encode_bad_words(["x"]) == ((ids["x"],),)  # behind a space it is two tokens
+    assert tokenizer.encode_bad_words(["hax"]) == ((ids["ha"], ids["x"]), (ids["\u0120ha"], ids["x"]))
+    assert tokenizer.encode_bad_words([]) == ()
+    for word in ("", " ", 5):
+        with pytest.raises(EngineError, match="bad_words"):
+            tokenizer.encode_bad_words(["ha", word])
+
+
+def test_facts_for_grammars(small):
+    facts = small.facts(300, (2,))
+    assert (facts.num_tokens, facts.vocab_size, facts.eos_token_ids) == (263, 300, (2,))
+    assert facts.special_token_ids == (0, 1, 2)
+    assert Backend.from_str(facts.serialized).get_vocab_size() == 263

@@ -258,7 +258,7 @@ def test_calls_out_of_order_are_refused() -> None:
     ("options", "error"),
     [
         ({"dtype": "float64"}, CapabilityError),
-        ({"layout": "dense"}, CapabilityError),
+        ({"layout": "dense", "num_speculative_tokens": 1}, CapabilityError),
         ({"device": "tpu"}, ConfigError),
         ({"dtype": "float16"} if INTERPRETED else {"device": "cpu"}, CapabilityError if INTERPRETED else ConfigError),
     ],
@@ -266,14 +266,6 @@ def test_calls_out_of_order_are_refused() -> None:
 def test_what_is_not_offered_is_refused(options: Mapping[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
         load_runner("gpu", RunnerConfig(**options))
-
-
-def test_filters_are_refused_at_admission() -> None:
-    gpu = make("gpu", WitnessConfig())
-    for params in ({"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"logprobs": 1}):
-        request = new("a", [1, 2], [1], sampling_params=SamplingParams(**params))
-        with pytest.raises(CapabilityError, match=next(iter(params))):
-            gpu.execute_model(make_plan({"a": 2}, [request]))
 
 
 def test_the_runner_says_where_it_runs_and_counts_its_kernels(caplog: pytest.LogCaptureFixture) -> None:

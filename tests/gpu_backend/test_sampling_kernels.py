@@ -1,4 +1,4 @@
-"""Temperature, draw and sampler against the NumPy twins, on given logits."""
+"""Temperature and draw against the NumPy twins, on given logits."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ pytest.importorskip("gpu_backend.triton_support")  # chooses where kernels run, 
 import torch
 
 from cpu_reference.sample import gumbel as cpu
-from cpu_reference.sample.sampler import Sampler as CpuSampler
 from cpu_reference.sample.temperature import apply_temperature as cpu_apply_temperature
-from gpu_backend.packed_copy import PackedCopy
 from gpu_backend.sample.gumbel import gumbel_sample, gumbel_scores
-from gpu_backend.sample.sampler import Sampler
 from gpu_backend.sample.temperature import apply_temperature
 from gpu_backend.triton_support import resolve_device
-from runner_api import NO_ROW, SamplingParams
+from runner_api import NO_ROW, SampleFault
 
 pytestmark = pytest.mark.interpret
 DEVICE, _ = resolve_device("auto")
@@ -39,9 +36,12 @@ def draw(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and scores of the kernels."""
     sampled = torch.full((len(logits) + 1,), -9, dtype=torch.int64, device=DEVICE)
+    faults = torch.full((len(logits) + 1,), -9, dtype=torch.int32, device=DEVICE)
     arguments = (*map(device, (rows, positions, temperature, seeds)), noise, len(logits), device(logits))
-    gumbel_sample(*arguments, sampled)
-    assert int(sampled[-1]) == -9
+    gumbel_sample(*arguments, sampled, faults)
+    assert int(sampled[-1]) == int(faults[-1]) == -9
+    nothing = (logits == -np.inf).all(axis=1)
+    assert faults[:-1].tolist() == np.where(nothing, SampleFault.NO_TOKEN, SampleFault.NONE).tolist()
     return sampled[:-1].cpu().numpy(), gumbel_scores(*arguments).cpu().numpy()
 
 
@@ -104,12 +104,13 @@ def test_a_row_of_no_request_is_greedy() -> None:
     # A row read at -1 would find this temperature and seed just before the tables.
     tables = np.float32([5, 1]), np.int64([77, 88])
     temperature, seeds = (device(t)[1:] for t in tables)
-    sampled = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    sampled, faults = (torch.full((1,), 7, dtype=dtype, device=DEVICE) for dtype in (torch.int64, torch.int32))
     for position in range(20):
         gumbel_sample(
-            device(rows), device(np.int64([position])), temperature, seeds, "murmur3", 1, device(logits), sampled
-        )
-        assert int(sampled) == 1
+            device(rows), device(np.int64([position])), temperature, seeds, "murmur3", 1, device(logits), sampled,
+            faults,
+        )  # fmt: skip
+        assert (int(sampled), int(faults)) == (1, SampleFault.NONE)
 
 
 def test_temperature_is_the_twins_division() -> None:
@@ -121,40 +122,3 @@ def test_temperature_is_the_twins_division() -> None:
     apply_temperature(device(rows), device(temperature), 5, got)
     cpu_apply_temperature(rows, temperature, 5, expected)
     np.testing.assert_array_equal(got.cpu().numpy(), expected)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_sampler_equals_the_twin(scheme: str) -> None:
-    rng = np.random.default_rng(9)
-    ours, twin = Sampler(6, 500, scheme), CpuSampler(6, 500, scheme)
-    packed = PackedCopy(ours.host_tables(), 0, DEVICE)
-    ours.bind(packed)
-    for step in range(3):
-        for row in rng.permutation(6)[: 5 - step]:
-            params = SamplingParams(temperature=float(rng.choice([0.0, 0.6, 1.0])))
-            seed = int(rng.integers(-(2**63), 2**63 - 1))
-            ours.add_request(int(row), params, seed), twin.add_request(int(row), params, seed)
-        packed.send()
-        np.testing.assert_array_equal(ours.temperature.cpu().numpy(), twin.temperature)
-        np.testing.assert_array_equal(ours.seeds.cpu().numpy(), twin.seeds)
-        rows, positions, logits = rng.permutation(6)[:4], rng.integers(0, 4096, 4), witness_like(rng, (4, 500))
-        given = device(logits)
-        got = ours.sample(given, device(rows), device(positions), keep_scores=True)
-        np.testing.assert_array_equal(given.cpu().numpy(), logits)
-        expected = twin.sample(logits, rows, positions, keep_scores=True)
-        np.testing.assert_array_equal(got.sampled.cpu().numpy(), expected.sampled)
-        # float32 quotients are equal, so only noise and sum differ
-        assert np.abs(got.scores.cpu().numpy() - expected.scores).max() < 1e-5
-        assert ours.sample(given, device(rows), device(positions)).scores is None
-
-
-def test_parameters_travel_in_the_packed_copy_of_the_step() -> None:
-    sampler = Sampler(4, 10, "murmur3")
-    packed = PackedCopy(sampler.host_tables(), 0, DEVICE)
-    sampler.bind(packed)
-    sampler.add_request(2, SamplingParams(temperature=0.5), 7)
-    assert sampler.temperature.tolist() == [0, 0, 0, 0]  # not before the copy
-    packed.send()
-    assert sampler.temperature.tolist() == [0, 0, 0.5, 0]
-    assert sampler.seeds.tolist() == [0, 0, 7, 0]
-    assert packed.num_copies == 1

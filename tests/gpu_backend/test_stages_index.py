@@ -201,6 +201,34 @@ def test_combine_sampled_and_draft_tokens(case: Case) -> None:
     )  # fmt: skip
 
 
+@given(cases(), st.data())
+@FEW
+def test_patch_input_ids(case: Case, data: st.DataObject) -> None:
+    """Requests in other rows than in the step before; behind the batch, what an earlier step left."""
+    previous = case.rng.permutation(case.n)
+    previous[data.draw(st.lists(st.integers(0, case.n - 1)))] = -1
+    check(
+        "patch_input_ids", previous_rows=previous, query_start_loc=case.query_start_loc,
+        last_sampled_tokens=case.integers(case.n, 2**31, np.int64), num_reqs=case.num_reqs,
+        input_ids=poisoned(case.t, np.int32),
+    )  # fmt: skip
+
+
+@given(st.integers(1, 7), st.lists(st.integers(1, 40), min_size=1, max_size=3), st.data())
+@FEW
+def test_move_rows(n: int, widths: list[int], data: st.DataObject) -> None:
+    """Any row of any table gets what any row of it holds, or nothing."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    places = [(k, row) for k in range(len(widths)) for row in range(n)]
+    chosen = data.draw(st.lists(st.sampled_from(places), min_size=1, unique=True))
+    moves = [(k, int(rng.integers(-1, n)), row, int(rng.integers(1, widths[k] + 1))) for k, row in chosen]
+    tables = [rng.integers(1, 2**31, (n, w)).astype(np.int32) for w in widths]
+    tables[-1] = tables[-1].view(np.float32)
+    check(
+        "move_rows", moves=np.ascontiguousarray(np.array(moves, np.int64).T), max_length=max(widths), tables=tables
+    )  # fmt: skip
+
+
 @given(cases(empty_rows=True), st.lists(st.sampled_from([(16, 0), (8, 7), (4, 3), (5, 9)]), min_size=1, max_size=3))
 @FEW
 def test_gather_block_tables(case: Case, groups: list[tuple[int, int]]) -> None:
@@ -229,7 +257,8 @@ def test_compute_slot_mappings(case: Case, sizes: list[int], data: st.DataObject
     ]
     check(
         "compute_slot_mappings", idx_mapping=idx_mapping, query_start_loc=case.query_start_loc,
-        positions=case.positions, block_sizes=sizes, slot_mapping_enabled=enabled, num_reqs=case.num_reqs,
+        positions=case.positions, block_sizes=sizes, slot_mapping_enabled=enabled, dcp_sharded=enabled, dcp_size=1,
+        dcp_rank=0, dcp_interleave=1, num_reqs=case.num_reqs,
         block_tables=[t.astype(np.int32) for t in tables], slot_mappings=poisoned((len(sizes), case.t), np.int64),
     )  # fmt: skip
 

@@ -13,6 +13,7 @@ from step_driver import GREEDY, force, full, make_plan, make_runner, new
 from runner_api import (
     BatchDescriptor,
     CachedRequestData,
+    Capability,
     CapabilityError,
     CUDAGraphMode,
     NewRequestData,
@@ -191,6 +192,24 @@ CLAUSES = {
     "more log probabilities than tokens": (
         change_new(sampling_params=SamplingParams(temperature=0.0, logprobs=65)), 46, "sampling_params.logprobs", "C"
     ),
+    "more log probabilities of the prompt than tokens": (
+        change_new(sampling_params=SamplingParams(temperature=0.0, prompt_logprobs=65)), 46,
+        "sampling_params.prompt_logprobs", "C"
+    ),
+    "eos ids as a set": (change_new(eos_token_ids={3}), 20, f"{NEW}.eos_token_ids", "C"),
+    "eos id is a float": (change_new(eos_token_ids=[3.0]), 20, f"{NEW}.eos_token_ids", "C"),
+    "eos id past the vocabulary": (change_new(eos_token_ids=[3, 64]), 25, "eos_token_ids", "C"),
+    "eos id below zero": (change_new(eos_token_ids=[-1]), 25, "eos_token_ids", "C"),
+    **{
+        f"{field} past the vocabulary": (
+            change_new(sampling_params=SamplingParams(temperature=0.0, **{field: value})), 25,
+            f"sampling_params.{field}", "C"
+        )
+        for field, value in (
+            ("allowed_token_ids", [1, 64]), ("logit_bias", {63: 1.0, 64: 1.0}), ("stop_token_ids", [64]),
+            ("bad_words_token_ids", [[1], [2, 64, 3]]), ("logprob_token_ids", [0, 64]),
+        )
+    },
     "three answers": (
         change_new(sampling_params=SamplingParams(n=3)), 48, "sampling_params.n", "C"
     ),
@@ -273,14 +292,45 @@ def test_past_max_model_len(runner, undisturbed):
         {"lora_request": "adapter"},
         {"mm_features": ["image"]},
         {"prompt_embeds": np.zeros((5, 4))},
-        {"sampling_params": SamplingParams(presence_penalty=1.0)},
-        {"sampling_params": SamplingParams(bad_words_token_ids=((1,),))},
-        {"sampling_params": SamplingParams(prompt_logprobs=1)},
     ],
     ids=lambda f: next(iter(f)),
 )
 def test_features_that_are_not_offered(fields, runner, undisturbed):
     refused(runner, change_new(**fields)(), "MR-ERR-005", NEW, "C", undisturbed, error=CapabilityError)
+
+
+@pytest.mark.parametrize(
+    ("params", "field", "hint"),
+    [
+        ({"thinking_token_budget": 3}, "thinking_token_budget", "Set RunnerConfig.reasoning"),
+        ({"trace_decode_token_ids": [3]}, "trace_decode_token_ids", "num_speculative_tokens = 0"),
+        ({"extra_args": {"a": 1}}, "extra_args", "Set RunnerConfig.logits_processors"),
+    ],
+)
+def test_what_the_runner_was_not_built_for(params, field, hint, runner, undisturbed):
+    """The parameters are good, but this runner has no markers, no processors, and two drafts."""
+    plan = change_new(sampling_params=SamplingParams(temperature=0.0, **params))()
+    with pytest.raises(CapabilityError, match=hint):
+        runner.execute_model(plan)
+    refused(runner, plan, "MR-ERR-005", f"sampling_params.{field}", "C", undisturbed, error=CapabilityError)
+
+
+@pytest.mark.parametrize("own", [128, 120, 0])
+def test_a_minimum_masks_as_many_stop_tokens_as_there_is_room_for(own):
+    """128 in all, its own and the model's, each counted once; more only matter where there is a minimum."""
+    config = {"max_num_reqs": 1, "max_num_batched_tokens": 8, "max_model_len": 8}
+    stops = list(range(own))
+    for eos, min_tokens, fits in ((128, 1, True), (129, 1, False), (129, 0, True)):
+        runner = make_runner(WitnessConfig(vocab_size=200), 8, **config)
+        params = SamplingParams(temperature=0.0, stop_token_ids=stops, min_tokens=min_tokens)
+        plan = make_plan({"a": 1}, [new("a", [1], [1], sampling_params=params, eos_token_ids=list(range(eos)))])
+        if fits:
+            runner.execute_model(plan)
+            assert runner.sample_tokens().get_output().tokens()["a"][0] >= (eos if min_tokens else 0)
+            continue
+        with pytest.raises(PlanError, match="got 129, expected at most 128") as caught:
+            runner.execute_model(plan)
+        assert (caught.value.code, caught.value.field) == ("MR-ERR-050", "sampling_params.stop_token_ids")
 
 
 @pytest.mark.parametrize(
@@ -459,6 +509,27 @@ def test_log_probabilities_and_drafts_exclude_each_other_in_a_step(runner, undis
     added = [new("C", range(30, 35), ([6, 7], [24]), sampling_params=wants)]
     plan = make_plan({"A": 3, "C": 5}, added, {"A": (6, ([9], [26]))}, {"A": [-1, -1]})
     refused(runner, plan, "MR-ERR-005", DRAFTS, "C", undisturbed, error=CapabilityError)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5}, {"logprobs": 1}, {"logprob_token_ids": [1]},
+        {"prompt_logprobs": 1}, {"presence_penalty": 1.0}, {"logit_bias": {1: 1.0}}, {"allowed_token_ids": [1]},
+        {"min_tokens": 1}, {"bad_words_token_ids": [[1]]}, {"thinking_token_budget": 1},
+        {"structured_outputs": {"regex": "a"}}, {"trace_decode_token_ids": [1]}, {"extra_args": {"a": 1}},
+    ],
+    ids=lambda p: next(iter(p)),
+)  # fmt: skip
+def test_a_runner_that_offers_nothing_ignores_nothing(params):
+    config = RunnerConfig(max_num_reqs=2, max_model_len=64)
+    validator = PlanValidator(
+        config, group_kv_cache_specs(WitnessConfig().kv_cache_specs(), 8), 64, frozenset({Capability.SEEDED_SAMPLING})
+    )
+    validator.check(make_plan({"a": 1}, [new("a", [1], [1], sampling_params=SamplingParams())]))
+    with pytest.raises(CapabilityError, match="does not offer") as caught:
+        validator.check(make_plan({"a": 1}, [new("a", [1], [1], sampling_params=SamplingParams(**params))]))
+    assert caught.value.req_id == "a"
 
 
 # -- cost ------------------------------------------------------------------------------------------------------

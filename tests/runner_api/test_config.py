@@ -9,6 +9,7 @@ from runner_api import (
     ConfigError,
     KVCacheError,
     ParallelContext,
+    ReasoningConfig,
     RunnerConfig,
     UnknownNameError,
     WitnessConfig,
@@ -18,7 +19,7 @@ from runner_api import (
 
 def test_defaults():
     c = RunnerConfig()
-    assert (c.layout, c.noise, c.dtype, c.device) == ("slots", "murmur3", "float32", "auto")
+    assert (c.layout, c.noise, c.dtype, c.device) == (None, "murmur3", "float32", "auto")
     assert c.parallel.world_size == 1
 
 
@@ -40,7 +41,13 @@ def test_number_of_drafts(value):
 
 @pytest.mark.parametrize(
     ("field", "value", "near"),
-    [("layout", "slot", "slots"), ("noise", "murmur", "murmur3"), ("dtype", "float23", "float32")],
+    [
+        ("layout", "slot", "slots"),
+        ("noise", "murmur", "murmur3"),
+        ("dtype", "float23", "float32"),
+        ("logprobs_mode", "raw_logprob", "raw_logprobs"),
+        ("logprobs_mode", "processed", "processed_logits"),
+    ],
 )
 def test_names_list_the_nearest(field, value, near):
     with pytest.raises(UnknownNameError) as caught:
@@ -97,7 +104,7 @@ def test_witness_models_that_cannot_be(values):
         ("parallel", None), ("parallel", (1,)), ("device", None), ("device", 5), ("record", None), ("record", "kv"),
         ("record", 5), ("window_reach", 5), ("window_reach", ("a",)), ("window_reach", (1.5,)),
         ("window_reach", (True,)),
-        ("initial_free_rows", 5), ("initial_free_rows", ("a",)), ("layout", None), ("noise", None),
+        ("initial_free_rows", 5), ("initial_free_rows", ("a",)), ("layout", 5), ("noise", None),
         ("dtype", np.float32),
     ],
 )  # fmt: skip
@@ -146,3 +153,40 @@ def test_witness_groups_are_groups(groups):
 def test_a_witness_group_has_a_block_size(block_size):
     with pytest.raises(KVCacheError):
         WitnessGroup(block_size)
+
+
+def test_markers_of_thinking():
+    r = ReasoningConfig([1, np.int64(2)], [5, 6, 3])
+    assert (r.start_token_ids, r.end_token_ids, r.natural_end_token_ids) == ((1, 2), (5, 6, 3), (5, 6, 3))
+    assert type(r.start_token_ids[1]) is int
+    assert ReasoningConfig((1,), (5, 6, 3), (6, 3)).natural_end_token_ids == (6, 3)
+    assert RunnerConfig(reasoning=r).reasoning is r
+    assert RunnerConfig().reasoning is None
+
+
+@pytest.mark.parametrize(
+    ("markers", "field"),
+    [
+        (((), (1,)), "start_token_ids"), (((1,), ()), "end_token_ids"), (((1,), (2,), (-1,)), "natural_end_token_ids"),
+        (((1.5,), (2,)), "start_token_ids"), (((True,), (2,)), "start_token_ids"), ((5, (2,)), "start_token_ids"),
+        (("ab", (2,)), "start_token_ids"), (((1,), (2,), 3), "natural_end_token_ids"),
+    ],
+)  # fmt: skip
+def test_markers_that_are_none(markers, field):
+    with pytest.raises(ConfigError) as caught:
+        ReasoningConfig(*markers)
+    assert caught.value.field == field
+
+
+def test_reasoning_is_told_in_its_own_type():
+    with pytest.raises(ConfigError) as caught:
+        RunnerConfig(reasoning={"start_token_ids": (1,)})
+    assert caught.value.field == "reasoning"
+
+
+@pytest.mark.parametrize("processors", ["a:b", [3], ["no_colon"], {"a:b"}, None])
+def test_logits_processors_are_factories_or_their_names(processors):
+    with pytest.raises(ConfigError) as caught:
+        RunnerConfig(logits_processors=processors)
+    assert caught.value.field == "logits_processors"
+    assert RunnerConfig(logits_processors=[dict, "a.b:c"]).logits_processors == (dict, "a.b:c")

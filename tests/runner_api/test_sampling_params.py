@@ -6,7 +6,14 @@ import math
 import numpy as np
 import pytest
 
-from runner_api import Capability, RunnerError, SamplingParams, SamplingParamsError, UnknownNameError
+from runner_api import (
+    Capability,
+    RunnerError,
+    SamplingParams,
+    SamplingParamsError,
+    StructuredOutputsParams,
+    UnknownNameError,
+)
 
 
 def test_defaults_are_plain_sampling():
@@ -42,6 +49,16 @@ def test_tiny_temperatures_are_lifted_and_are_not_greedy(given, stored):
         ({"stop_token_ids": None}, {"stop_token_ids": ()}),
         ({"stop_token_ids": [7, 3, 7]}, {"stop_token_ids": (7, 3)}),
         ({"max_tokens": None, "min_tokens": 9}, {"min_tokens": 9}),
+        ({"thinking_token_budget": -1}, {"thinking_token_budget": None}),
+        ({"thinking_token_budget": 0}, {"thinking_token_budget": 0}),
+        ({"thinking_token_budget": 2**40}, {"thinking_token_budget": 2**31 - 1}),
+        ({"logprob_token_ids": [5, np.int64(3)]}, {"logprob_token_ids": (5, 3)}),
+        ({"logprob_token_ids": [5, 3], "logprobs": 2}, {"logprobs": 2}),
+        ({"trace_decode_token_ids": [4, 4]}, {"trace_decode_token_ids": (4, 4)}),
+        ({"extra_args": {"a": [1]}}, {"extra_args": {"a": [1]}}),
+        ({"structured_outputs": {"regex": "a+"}}, {"structured_outputs": StructuredOutputsParams(regex="a+")}),
+        ({"repetition_penalty": 2.0**-126}, {"repetition_penalty": 2.0**-126}),
+        ({"repetition_penalty": 2.0**126}, {"repetition_penalty": 2.0**126}),
     ],
 )
 def test_normal_forms(fields, stored):
@@ -67,7 +84,13 @@ def test_normal_forms(fields, stored):
         ("seed", np.array([1, 2])), ("logit_bias", [1]), ("logit_bias", {"a": 1}), ("logit_bias", {-4: 1.0}),
         ("logit_bias", {1: math.nan}), ("logit_bias", {1: math.inf}), ("logit_bias", {1: None}),
         ("bad_words_token_ids", 5), ("bad_words_token_ids", ((),)), ("bad_words_token_ids", ((-1,),)),
-        ("bad_words_token_ids", ("ab",)), ("ignore_eos", "x"), ("ignore_eos", 1),
+        ("bad_words_token_ids", ("ab",)), ("ignore_eos", "x"), ("ignore_eos", 1), ("repetition_penalty", 1e-40),
+        ("repetition_penalty", 1e38), ("logit_bias", {1: 1e39}), ("logprob_token_ids", ()),
+        ("logprob_token_ids", [-1]), ("logprob_token_ids", 5), ("trace_decode_token_ids", ()),
+        ("trace_decode_token_ids", [-1]), ("trace_decode_token_ids", ["a"]), ("thinking_token_budget", -2),
+        ("thinking_token_budget", 1.0), ("thinking_token_budget", True), ("extra_args", [1]), ("extra_args", {1: 2}),
+        ("structured_outputs", "json"), ("structured_outputs", {}),
+        ("structured_outputs", {"regex": "a", "choice": ["a"]}),
     ],
     ids=lambda v: str(v)[:12],
 )  # fmt: skip
@@ -77,6 +100,55 @@ def test_values_out_of_range(field, value):
     assert caught.value.field == field
     assert field in str(caught.value)
     assert isinstance(caught.value, (RunnerError, ValueError))
+
+
+@pytest.mark.parametrize(
+    ("field", "most", "values"),
+    [
+        ("logit_bias", 1024, lambda n: dict.fromkeys(range(n), 1.0)),
+        ("stop_token_ids", 128, range),
+        ("bad_words_token_ids", 128, lambda n: [[i] for i in range(n)]),
+        ("bad_words_token_ids", 1024, lambda n: [list(range(n))]),
+        ("logprob_token_ids", 128, range),
+        ("allowed_token_ids", None, range),
+    ],
+    ids=["bias", "stops", "words", "tokens of words", "scored", "allowed"],
+)
+def test_what_the_tables_have_room_for(field, most, values):
+    """As many as there is room for, and not one more; allowed tokens are bits and as many as there are."""
+    if most is None:
+        assert len(getattr(SamplingParams(**{field: list(values(5000))}), field)) == 5000
+        return
+    as_list = lambda v: v if isinstance(v, (dict, list)) else list(v)  # noqa: E731
+    assert getattr(SamplingParams(**{field: as_list(values(most))}), field)
+    with pytest.raises(SamplingParamsError, match=f"got {most + 1}, expected at most {most}") as caught:
+        SamplingParams(**{field: as_list(values(most + 1))})
+    assert caught.value.field == field
+
+
+def test_a_stop_token_named_twice_is_one():
+    assert len(SamplingParams(stop_token_ids=[*range(128), *range(128)]).stop_token_ids) == 128
+
+
+def test_scores_of_named_tokens_are_as_many_as_logprobs_says():
+    with pytest.raises(SamplingParamsError, match="expected 2 or None") as caught:
+        SamplingParams(logprobs=3, logprob_token_ids=[4, 5])
+    assert caught.value.field == "logprobs"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 2}, {"prompt_logprobs": 0}, {"structured_outputs": {"json_object": True}}, {"thinking_token_budget": 0},
+        {"bad_words_token_ids": [[1]]},
+    ],
+    ids=lambda f: next(iter(f)),
+)  # fmt: skip
+def test_a_trace_does_not_go_with_what_depends_on_draws(fields):
+    assert SamplingParams(**fields)
+    with pytest.raises(SamplingParamsError, match="trace_decode_token_ids") as caught:
+        SamplingParams(trace_decode_token_ids=[1], **fields)
+    assert caught.value.field == next(iter(fields))
 
 
 def test_greedy_has_one_answer():
@@ -105,6 +177,10 @@ def test_numpy_numbers_are_numbers(kind):
         ({"allowed_token_ids": (1,)}, Capability.ALLOWED_TOKEN_IDS),
         ({"min_tokens": 1}, Capability.MIN_TOKENS),
         ({"bad_words_token_ids": ((1,),)}, Capability.BAD_WORDS),
+        ({"logprob_token_ids": (1,)}, Capability.LOGPROBS),
+        ({"thinking_token_budget": 0}, Capability.THINKING_BUDGET),
+        ({"structured_outputs": {"regex": "a"}}, Capability.GRAMMAR),
+        ({"trace_decode_token_ids": (1,)}, Capability.TRACE_REPLAY),
     ],
 )
 def test_every_parameter_names_what_it_requires(fields, capability):
@@ -119,7 +195,8 @@ def test_what_the_engine_serves_requires_nothing():
 def test_round_trip_through_json():
     p = SamplingParams(
         temperature=0.7, top_k=4, stop=["a"], stop_token_ids=[3], bad_words_token_ids=((1, 2), (3,)), seed=2**62,
-        allowed_token_ids=(5, 6),
+        allowed_token_ids=(5, 6), structured_outputs={"choice": ["a", "b"]}, logprob_token_ids=[3],
+        thinking_token_budget=4, extra_args={"a": {"b": 1}}, logit_bias={4: 0.5},
     )  # fmt: skip
     assert SamplingParams.from_dict(json.loads(json.dumps(p.to_dict()))) == p
 
@@ -150,6 +227,18 @@ def test_the_bias_is_a_copy_and_survives_text_keys():
     given[6] = math.nan
     assert p.logit_bias == {5: 1.5}
     assert SamplingParams.from_dict(json.loads(json.dumps(p.to_dict()))) == p
+
+
+def test_an_unknown_form_lists_the_nearest():
+    with pytest.raises(UnknownNameError, match="Did you mean 'regex'"):
+        SamplingParams(structured_outputs={"regx": "a"})
+
+
+def test_arguments_of_processors_are_a_copy():
+    given = {"a": 1}
+    p = SamplingParams(extra_args=given)
+    given["a"] = 2
+    assert p.extra_args == {"a": 1}
 
 
 def test_parameters_come_as_a_mapping():

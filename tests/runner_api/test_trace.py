@@ -61,6 +61,20 @@ def test_round_trip(tmp_path, steps):
         same(written, read, f"step {i}")
 
 
+def test_every_parameter_of_a_request_survives(tmp_path):
+    params = SamplingParams(
+        logit_bias={3: -1.5}, bad_words_token_ids=((1, 2), (3,)), allowed_token_ids=(5, 6), logprob_token_ids=(7,),
+        thinking_token_budget=4, structured_outputs={"json": '{"type": "object"}'},
+        extra_args={"topic": [1, 2], "deep": {"x": (1,)}},
+    )  # fmt: skip
+    traced = SamplingParams(trace_decode_token_ids=(8, 9))
+    added = [new("a", [1], [1], sampling_params=params), new("b", [1], [2], sampling_params=traced)]
+    added[0].eos_token_ids = (2, 5)
+    record = StepRecord(make_plan({"a": 1, "b": 1}, added), faults=np.array([1, 2], np.int32))
+    save_trace(tmp_path / "x.jsonl", [record])
+    same(record, load_trace(tmp_path / "x.jsonl").steps[0])
+
+
 def test_a_trace_without_steps(tmp_path):
     save_trace(tmp_path / "empty.jsonl", [])
     assert load_trace(str(tmp_path / "empty.jsonl")).steps == ()
@@ -205,6 +219,28 @@ def test_a_recording_is_read_as_it_is(tmp_path):
     assert step.extra == {"top2_margin": [0.5], "step": 0}
     assert step.runner == "vLLM 0.33 V2"
     assert idle.num_reqs == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "own", "eos"),
+    [
+        ({}, (), ()),
+        ({"all_stop_token_ids": [2]}, (), (2,)),
+        ({"all_stop_token_ids": [2, 5, 9], "stop_token_ids": [9, 5]}, (9, 5), (2,)),
+        ({"all_stop_token_ids": [5], "stop_token_ids": [5]}, (5,), ()),
+    ],
+)
+def test_the_models_end_of_sequence_ids_are_those_that_the_request_did_not_give(tmp_path, values, own, eos):
+    step = changed("plan", "new", 0, "sampling_params", to={"temperature": 0.0, "min_tokens": 1, **values})
+    new = load_trace(recording(tmp_path, step)).steps[0].plan.scheduled_new_reqs[0]
+    assert (new.sampling_params.stop_token_ids, tuple(new.eos_token_ids)) == (own, eos)
+    assert new.stop_token_ids == (*own, *eos)
+
+
+@pytest.mark.parametrize("value", [None, 5, [2.0], [[2]], "2"])
+def test_a_stop_set_is_a_list_of_ids(tmp_path, value):
+    with pytest.raises(TraceError, match="all_stop_token_ids"):
+        load_trace(recording(tmp_path, changed("plan", "new", 0, "sampling_params", "all_stop_token_ids", to=value)))
 
 
 @pytest.mark.parametrize("key", sorted(META))
