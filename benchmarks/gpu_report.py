@@ -1,4 +1,7 @@
-"""Sum up what `benchmarks/gpu_test.sh` wrote as one Markdown page: python benchmarks/gpu_report.py FOLDER COMMIT."""
+"""Sum up what `benchmarks/gpu_test.sh` wrote as one Markdown page: python benchmarks/gpu_report.py FOLDER COMMIT.
+
+A part that was left out (`ONLY`) has no file, and then no section.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,18 @@ import sys
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
 import triton
+
+REPLAYS = {
+    "float32": "float32; `sampling` draws from the recorded logits",
+    "model": "float32, `sampling` on the model's own logits",
+    "bfloat16": "bfloat16",
+}
+LOGPROBS = ("logprob_token_ids", "logprobs", "ranks")
 
 
 def lines(folder: Path, commit: str) -> Iterator[str]:
@@ -23,22 +34,49 @@ def lines(folder: Path, commit: str) -> Iterator[str]:
         f"Commit {commit}, {date.today().isoformat()}; Python {platform.python_version()}, torch {torch.__version__}, "
         f"triton {triton.__version__}, NumPy {numpy.__version__}. Command: `make gpu-test`."
     )
-    yield from clauses(folder)
+    yield from clauses(folder / "gpu_check.json", "slots layout")
+    yield from clauses(folder / "gpu_check_dense.json", "dense layout")
     yield from locksteps(folder)
-    for dtype in ("float32", "bfloat16"):
-        yield from replays(folder, dtype)
-    demo = folder / "gpu_demo.txt"
-    if demo.exists():
-        yield f"\n## Demo\n\n`{demo.read_text().splitlines()[-1]}`"
-        fault = (folder / "gpu_demo_fault.txt").read_text().splitlines()[-1]
-        yield f"\nWith a planted fault: `{fault}`"
-    tests = (folder / "gpu_pytest.txt").read_text().strip().splitlines()[-1]
-    yield f"\n## Tests marked `gpu` or `interpret`\n\n`{tests}`"
+    for name, title in REPLAYS.items():
+        yield from replays(folder / f"gpu_replay_{name}.json", title)
+    speed = folder / "gpu_sampling_speed.md"
+    if speed.exists():
+        yield f"\n## Sampling speed\n\n{speed.read_text().strip()}"
+    for name, title in (
+        ("gpu_bench_host", "Host time of a step, both layouts"), ("gpu_late_copy", "A pinned buffer reused too soon"),
+    ):  # fmt: skip
+        if (folder / f"{name}.txt").exists():
+            yield f"\n## {title}\n\n```\n{(folder / f'{name}.txt').read_text().strip()}\n```"
+    if (folder / "gpu_demo.txt").exists():
+        yield f"\n## Demo\n\n`{last_line(folder / 'gpu_demo.txt')}`"
+        yield f"\nWith a planted fault: `{last_line(folder / 'gpu_demo_fault.txt')}`"
+    for name, title in (
+        ("gpu_pytest", "Tests marked `gpu` or `interpret`"),
+        ("gpu_metamorphic", "Metamorphic tests of sampling, 1 to 1,024 rows"),
+    ):
+        if (folder / f"{name}.txt").exists():
+            yield f"\n## {title}\n\n`{last_line(folder / f'{name}.txt')}`"
+    yield from seconds(folder / "gpu_seconds.txt")
 
 
-def clauses(folder: Path) -> Iterator[str]:
-    report = json.loads((folder / "gpu_check.json").read_text())
-    yield f"\n## Clauses: {report['verdict']}\n\n`{report['runner']}`\n"
+def last_line(path: Path) -> str:
+    text = path.read_text().strip() if path.exists() else ""
+    return text.splitlines()[-1] if text else "(nothing was printed)"
+
+
+def read(path: Path) -> Any:
+    """The JSON object of a part; None if it was left out or did not get to its end."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def clauses(path: Path, title: str) -> Iterator[str]:
+    report = read(path)
+    if report is None:
+        return
+    yield f"\n## Clauses, {title}: {report['verdict']}\n\n`{report['runner']}`\n"
     yield "| area | MUST | SHOULD | skipped |\n|---|---|---|---|"
     for name, area in report["areas"].items():
         must, should = area["must"], area["should"]
@@ -46,32 +84,55 @@ def clauses(folder: Path) -> Iterator[str]:
     skipped = [f"{i} ({c['reason']})" for i, c in report["clauses"].items() if c["outcome"] == "skip"]
     if skipped:
         yield "\nSkipped: " + "; ".join(skipped)
+    failed = [f"{i}: {c['first']}" for i, c in report["clauses"].items() if c["outcome"] == "fail"]
+    if failed:
+        yield "\nFailed: " + "; ".join(failed)
 
 
 def locksteps(folder: Path) -> Iterator[str]:
-    yield "\n## Lockstep with the NumPy reference\n"
-    yield "| model | dtype | verdict | steps | elements | tokens | near ties |\n|---|---|---|---|---|---|---|"
-    for path in sorted(folder.glob("gpu_check*.json")):
-        for entry in json.loads(path.read_text())["lockstep"]:
-            if entry["dtype"] or path.stem == "gpu_check":
-                yield (
-                    f"| {Path(entry['model']).name} | {entry['dtype'] or 'integers'} | {entry['verdict']} "
-                    f"| {entry['steps']} | {entry['elements']} | {entry['tokens']} | {entry['near_ties']} |"
-                )
+    rows = [
+        f"| {Path(entry['model']).name} | {entry['dtype'] or 'integers'} | {entry['verdict']} | {entry['steps']} "
+        f"| {entry['elements']} | {entry['tokens']} | {entry['near_ties']} | {entry['expected_near_ties']:.1e} "
+        f"| {entry['near_tie_cap']:.3g} |"
+        for path in sorted(folder.glob("gpu_check*.json"))
+        for entry in (read(path) or {"lockstep": ()})["lockstep"]
+        if entry["dtype"] or path.stem in ("gpu_check", "gpu_check_dense")
+    ]
+    if rows:
+        yield "\n## Lockstep with the NumPy reference\n"
+        yield "| model | dtype | verdict | steps | elements | tokens | near ties | expected | at most |"
+        yield "|---|---|---|---|---|---|---|---|---|"
+        yield from rows
 
 
-def replays(folder: Path, dtype: str) -> Iterator[str]:
-    yield f"\n## Replay of vLLM's recordings, {dtype}\n"
-    yield "| recording | steps | integer elements equal | different | tokens equal | near ties | different | verdict |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for r in json.loads((folder / f"gpu_replay_{dtype}.json").read_text())["recordings"]:
-        equal = sum(f["equal"] for f in r["fields"].values())
-        different = sum(f["different"] for f in r["fields"].values())
-        t = r["tokens"]
+def replays(path: Path, title: str) -> Iterator[str]:
+    report = read(path)
+    if report is None:
+        return
+    yield f"\n## Replay of vLLM's recordings, {title}\n"
+    yield (
+        "| recording | steps | integer elements equal | different | tokens equal | near ties | different "
+        "| log probabilities and ranks equal | different | verdict |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for r in report["recordings"]:
+        counts = {scored: [0, 0] for scored in (False, True)}
+        for name, f in r["fields"].items():
+            counts[name in LOGPROBS][0] += f["equal"]
+            counts[name in LOGPROBS][1] += f["different"]
+        (equal, different), (scored, missed), t = counts[False], counts[True], r["tokens"]
         yield (
             f"| {r['recording']} | {r['steps']} | {equal} | {different} | {t['equal']} | {t['near_tie']} "
-            f"| {t['different']} | {r['verdict']} |"
+            f"| {t['different']} | {scored} | {missed} | {r['verdict']} |"
         )
+
+
+def seconds(path: Path) -> Iterator[str]:
+    if not path.exists() or not path.read_text().strip():
+        return
+    parts = [line.split(" ", 1) for line in path.read_text().splitlines()]
+    yield f"\n## Seconds: {sum(int(n) for n, _ in parts)}\n"
+    yield ", ".join(f"{name} {n}" for n, name in parts)
 
 
 if __name__ == "__main__":

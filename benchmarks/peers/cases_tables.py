@@ -88,6 +88,7 @@ def differ_slots(c: Case, got: Arrays, notes: Counter[str]) -> str:
     names = ("query_start_loc", "block_sizes", "block_tables")
     out = np.zeros((len(c["block_sizes"]), c["T"]), I64)
     args = stage_arguments(c, *names, positions=_positions(c), slot_mapping_enabled=c["enabled"], slot_mappings=out)
+    args |= {"dcp_sharded": c["enabled"], "dcp_size": 1, "dcp_rank": 0, "dcp_interleave": 1}
     args["idx_mapping"][: c["R"]] = c["slot_rows"]
     return unequal(STAGES.run("compute_slot_mappings", **args), got)
 
