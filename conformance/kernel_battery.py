@@ -109,6 +109,7 @@ def kernel_cases() -> list[KernelCase]:
         *_temperature(),
         *_limits(),
         *_draws(),
+        _far_draws(),
         *_logprobs(),
         *_noise(),
         *_sharded_slots(),
@@ -567,6 +568,25 @@ def _logprobs() -> Iterator[KernelCase]:
             "num_logits": num_logits, "logits": logits, "logprob_token_ids": _poisoned((num_logits + 1, 1 + width)),
             "logprobs": np.full((num_logits + 1, 1 + width), np.float32(POISON)),
         }, label=f"{label}, {num_top}")  # fmt: skip
+
+
+def _far_draws() -> KernelCase:
+    """Logits so far out that float32 forgets the noise: all scores tie, the bounds of their groups do not."""
+    rng = np.random.default_rng(16)
+    logits = np.full((5, 150), np.float32(1e9))
+    logits[1::2, :70] = -np.inf
+    arrays = {
+        "expanded_idx_mapping": np.zeros(5, np.int64), "positions": rng.integers(0, 999, 5), "noise": "murmur3",
+        "temperature": np.ones(1, np.float32), "seeds": np.int64([7]), "num_logits": 5, "logits": logits,
+        "sampled": _poisoned(5, np.int64), "faults": _poisoned(5),
+    }  # fmt: skip
+
+    def run(side: Side) -> Outputs:
+        if side.is_twin:  # in float64, which forgets nothing
+            return {"sampled": [np.int64([0, 70, 0, 70, 0])], "faults": [np.zeros(5, np.int32)]}
+        return {name: [array] for name, array in side.stages.run("gumbel_sample", **arrays).items()}
+
+    return KernelCase("gumbel_sample, scores that tie", run)
 
 
 def _noise() -> Iterator[KernelCase]:

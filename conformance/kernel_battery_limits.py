@@ -53,6 +53,8 @@ class LimitedRows:
         x[10::14] *= 30
         x[11::14] = rng.permutation(self.v) * np.float32(1e-4)
         x[-1] = x[0, ::-1]
+        x[14] = -INF  # and behind the division all of it
+        x[14, 3::3][:5] = -3e38
         return x
 
     def without_greedy(self) -> dict[str, np.ndarray]:
@@ -74,7 +76,8 @@ class LimitedRows:
         scores = np.where(t == 0, x, x / np.where(t == 0, 1, t) + (127 + bits) * np.log(2) - logs)
         tail = -self.v % width
         grouped = np.pad(scores, ((0, 0), (0, tail)), constant_values=-np.inf).reshape(self.l, -1, width)
-        return grouped.max(2)  # NaN for a group that holds one
+        best = grouped.max(2)  # NaN for a group that holds one
+        return np.where(best > -np.inf, np.maximum(best, -3.4e38), best)
 
     def lists(self, x: np.ndarray, group: int, width: int, *, alone: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Candidates of every row: entries int64[L, width] (0 past the end), lengths int32[L], masses int64[L]."""

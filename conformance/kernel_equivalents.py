@@ -24,6 +24,7 @@ _DIVISOR = "divisor = tl.where(changes, t, 1.0)[:, None] + tl.zeros_like(x)"
 _TABLE = "table += tl.maximum(row, 0) * tl.load(table_strides + g)"
 _COLUMN = "other = tl.load(columns + i * num_columns + c - 1, mask=inside & (c > 0), other=-1).to(tl.int64)"
 _NO_BEST = 'shift = tl.where(best == float("-inf"), 0.0, best)'
+_ANY_NOISE = "if tl.max(noisy.to(tl.int32), 0) > 0:"
 _SERIES = "series = u * 0.125 + 0.14285714285714285"
 
 
@@ -141,9 +142,15 @@ _GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "k0, k1 = (key & MASK).to(tl.uint32), (key >> 32).to(tl.uint32): key & MASK => (key)",
         "c0, c1 = (counter & MASK).to(tl.uint32), (counter >> 32).to(tl.uint32): counter & MASK => (counter)",
     )),
-    ("a cast to uint32 keeps the low 32 bits by itself", "_murmur3_before_last", (
-        "h = _mix(h, (seed & MASK).to(tl.uint32)): seed & MASK => (seed)",
-        ("h = _mix(h, (position.to(tl.uint64) & MASK).to(tl.uint32)): "
+    ("noise of greedy rows is worked out for nothing, and not taken", "_draw_whole_rows_kernel", (
+        f"{_ANY_NOISE}: tl.max(noisy.to(tl.int32), 0) > 0 => (tl.max(noisy.to(tl.int32), 0)) >= (0)",
+        *_offsets(_ANY_NOISE, "0", "-1"),
+        _other("seed = tl.load(seeds + row, mask=noisy, other=0)"),
+        _other("position = tl.load(positions + i, mask=noisy, other=0)"),
+    )),
+    ("a cast to uint32 keeps the low 32 bits by itself", "row_key", (
+        "key = _mix(key, (seed & MASK).to(tl.uint32)): seed & MASK => (seed)",
+        ("key = _mix(key, (position.to(tl.uint64) & MASK).to(tl.uint32)): "
         "position.to(tl.uint64) & MASK => (position.to(tl.uint64))"),
     )),
     ("a scalar 0 is spread over the lanes by the first operation", "philox4x32", ("c3 = c0 & 0: c0 & 0 => (0)",)),

@@ -39,12 +39,12 @@ def score(x, noisy, key, token, SCHEME: tl.constexpr):
 def best_of_groups(
     best, place, vocab_size, t, noisy, key, SCHEME: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr
 ):
-    """The best score of a row and its token, the first of equals: (float32, int32).
+    """The best score of a row and its token, the first of equals: (float32, int32); (-inf, 0) if there is none.
 
     best: float32[GROUPS] a bound of each group, no NaN; place: where the row starts; t: its divisor.
     """
     g = tl.arange(0, GROUPS)
-    best_score, best_token = tl.full([], float("-inf"), tl.float32), tl.full([], 0x7FFFFFFF, tl.int32)
+    best_score, best_token = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.int32)
     bound = tl.max(best, 0)
     # A bound that is no higher than the best score is that of a group without a better one; a greedy row's are exact,
     # and the first of equal groups comes first.
@@ -108,15 +108,13 @@ def _draw_rows_kernel(
     if LIMITED:
         length = tl.load(list_lens + i)
     is_nan = tl.max((best != best).to(tl.int32), 0)
-    fault = tl.where(is_nan > 0, NAN, 0)
-    token = tl.full([], 0, tl.int32)
+    fault, token = tl.full([], NAN, tl.int32), tl.full([], 0, tl.int32)
     if (length == NO_LIST) & (is_nan == 0):
         # 2 no limits: the best of all
-        best_score, best_token = best_of_groups(
+        best_score, token = best_of_groups(
             best, logits + i * vocab_size, vocab_size, t, noisy, noise_key, SCHEME, GROUPS, GROUP
         )
         fault = tl.where(best_score == float("-inf"), NO_TOKEN, 0)
-        token = tl.where(fault > 0, 0, best_token)
     if LIMITED:  # noqa: SIM102
         if length >= 0:
             # 3 limits: the best of what is kept of the list
@@ -125,12 +123,11 @@ def _draw_rows_kernel(
                 entries + i * LIST, length, tl.max(best, 0), total, t, m, k, p, LIST
             )
             scores = score(from_key(key), noisy, noise_key, listed, SCHEME)
-            scores = tl.where(is_kept(key, listed, cut, last) & (listed < vocab_size), scores, float("-inf"))
+            scores = tl.where(is_kept(key, listed, cut, last), scores, float("-inf"))
             best_of_list, at = tl.max(scores, 1, return_indices=True, return_indices_tie_break_left=True)
-            n = tl.arange(0, LIST)[None, :]
-            token = tl.max(tl.max(tl.where(n == at[:, None], listed, 0), 1), 0)
+            wins = (tl.arange(0, LIST)[None, :] == at[:, None]) & (scores > float("-inf"))
+            token = tl.max(tl.max(tl.where(wins, listed, 0), 1), 0)
             fault = tl.where(tl.max(best_of_list, 0) == float("-inf"), NO_TOKEN, 0)
-            token = tl.where(fault > 0, 0, token)
             length = tl.where(found > 0, length, TOO_MANY)
             tl.store(list_lens + i, length)
     if length != TOO_MANY:

@@ -103,7 +103,11 @@ def words_of(key, token_ids, SCHEME: tl.constexpr):
 @triton.jit
 def row_words(seed, position, token_ids, SCHEME: tl.constexpr):
     """The random word of each (row, token): uint32. seed, position: int64[rows, 1]; token_ids: uint64[1, tokens]."""
-    return words_of(row_key(seed, position, SCHEME), token_ids, SCHEME)
+    if SCHEME == "murmur3":
+        words = murmur3(seed, position, token_ids)
+    else:
+        words = words_of(row_key(seed, position, SCHEME), token_ids, SCHEME)
+    return words
 
 
 @triton.jit
