@@ -188,7 +188,6 @@ _GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     )),
     ("lanes behind the end are not stored, those without slots are set to PAD", "_compute_slot_mappings_kernel", (
         _other("local = tl.load(positions + k, mask=k < end, other=0)"),
-        _other("block = tl.load(table + block_index, mask=owned, other=0).to(tl.int64)"),
     )),
     ("lanes outside are not stored", "allowed_by", (_other(_WORD),)),
     ("lanes without a pair read the row's first logit, and store nothing", "_apply_logit_bias_kernel", (
