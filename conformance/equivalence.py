@@ -115,7 +115,7 @@ class Twins:
         told = self._for_slots(step)
         self.certifier.observe(told)
         if self._poisons:
-            self.dense.poison_unused(keep_blocks=keep_blocks)
+            self.dense.poison_unused(keep_blocks=keep_blocks | step.blocks_read())
         first = self._run(self.dense, step.plan, step, None)
         forced = None
         if first is not None and not self.exact:

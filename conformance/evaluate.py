@@ -241,7 +241,7 @@ class StepJudge:
         """
         self.record = self.handle = None
         if keep_blocks is not None and Capability.POISON in self.capabilities:
-            self.candidate.poison_unused(keep_blocks=keep_blocks)
+            self.candidate.poison_unused(keep_blocks=keep_blocks | step.blocks_read())
         done = self.candidate.execute_model(step.plan, descriptor=step.descriptor)
         self.output = self.output_again = None
         if done is None:

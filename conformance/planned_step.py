@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from runner_api import BatchDescriptor, ForcedStep, GrammarOutput, SamplingParams, SchedulerOutput
+from runner_api import NULL_BLOCK_ID, BatchDescriptor, ForcedStep, GrammarOutput, SamplingParams, SchedulerOutput
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +74,19 @@ class PlannedStep:
     truth: StepTruth
     forced: ForcedStep | None = None
     grammar: GrammarOutput | None = None  # masks for some of the requests that ask for a form
+
+    def blocks_read(self) -> frozenset[int]:
+        """Blocks whose earlier contents this plan relies on: those that requests bring along, and sources of copies.
+
+        The world may have let go of their former owner by the time the plan is closed."""
+        cached = self.plan.scheduled_cached_reqs
+        brought = [new.block_ids for new in self.plan.scheduled_new_reqs if new.num_computed_tokens > 0]
+        brought += [
+            ids for req_id, ids in zip(cached.req_ids, cached.new_block_ids, strict=True)
+            if ids is not None and req_id in cached.resumed_req_ids
+        ]  # fmt: skip
+        sources = {int(source) for source, _ in self.plan.kv_cache_block_copies}
+        return frozenset(int(b) for groups in brought for ids in groups for b in ids if b != NULL_BLOCK_ID) | sources
 
     def drafts_held(self) -> dict[str, list[int]] | None:
         """The drafts that the imposed outcome leaves in each request's row; None without one."""
