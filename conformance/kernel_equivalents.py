@@ -190,6 +190,23 @@ _GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         _other("local = tl.load(positions + k, mask=k < end, other=0)"),
     )),
     ("lanes outside are not stored", "allowed_by", (_other(_WORD),)),
+    ("a scalar that is a tile of one: its least is its largest", "list_cut", (
+        ("return key, token, tl.max(cut, 0), tl.max(last, 0), tl.max(found, 0): "
+        "tl.max(cut, 0) => tl.min(cut, 0)"),
+    )),
+    ("a row that stays as it is has no lane inside", "_drop_behind_cuts_kernel", (
+        "if tl.max(cut, 0) > KEEP_ALL:: tl.max(cut, 0) > KEEP_ALL => (tl.max(cut, 0)) >= (KEEP_ALL)",
+    )),
+    ("a row with min-p alone takes another way to the same set", "_list_candidates_kernel", (
+        "by_top_p = (k >= vocab_size) & (p < 1.0): p < 1.0 => (p) <= (1.0)",
+    )),
+    ("pivots elsewhere between the bounds find the same cut", "searched_cut", (
+        "pivot = low + (high - low) * share // (PIVOTS + 1): 1 => 2",
+    )),
+    ("the middle of a row that is done is its low, one below its high", "cut_by_weight", (
+        ("low = tl.where(little, low, tl.minimum(middle, high - 1)): "
+        "tl.minimum(middle, high - 1) => (middle)"),
+    )),
     ("lanes without a pair read the row's first logit, and store nothing", "_apply_logit_bias_kernel", (
         f"{_BIASED}: tl.load(place, mask=named, other=0.0) => tl.load(place)",
     )),
