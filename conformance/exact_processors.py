@@ -12,23 +12,14 @@ from typing import Any
 import numpy as np
 
 from runner_api import NewRequestData, SamplingParams
-from runner_api.logits_processors import LogitsContext, build_processors, call_processor
-
-
-class Arrays:
-    """NumPy's. See `runner_api.logits_processors.ArrayBackend`."""
-
-    def zeros(self, shape: int | tuple[int, ...], dtype: str) -> np.ndarray:
-        return np.zeros(shape, dtype)
-
-    def array(self, values: Sequence[Any], dtype: str) -> np.ndarray:
-        return np.array(values, dtype)
-
-    def arange(self, count: int) -> np.ndarray:
-        return np.arange(count, dtype=np.int64)
-
-    def where(self, condition: np.ndarray, chosen: Any, other: Any) -> np.ndarray:
-        return np.where(condition, chosen, other)
+from runner_api.logits_processors import (
+    HostArrays,
+    LogitsContext,
+    build_processors,
+    call_processor,
+    edit_logits,
+    tell_of_request,
+)
 
 
 class ExactProcessors:
@@ -60,7 +51,7 @@ class ExactProcessors:
     ) -> None:  # fmt: skip
         """Let each processor edit the rows of requests that asked for it; x: float64[L, V], in place."""
         if self._built is None:
-            self._built = build_processors(self.factories, self._max_num_reqs, x.shape[1], Arrays())
+            self._built = build_processors(self.factories, self._max_num_reqs, x.shape[1], HostArrays())
         for event in self._happened:
             event()
         self._happened.clear()
@@ -71,7 +62,7 @@ class ExactProcessors:
                 edited = x[chosen]
                 rows = np.array([self._rows[req_ids[i]] for i in owner[chosen]], np.int64)
                 context = LogitsContext(rows, positions[chosen], input_ids[chosen], local_pos[chosen], num_drafts)
-                call_processor(processor, "apply", edited, context)
+                edit_logits(processor, edited, context)
                 x[chosen] = edited
 
     # -- what happened, told when the processors are there ----------------------------------------------------
@@ -85,7 +76,7 @@ class ExactProcessors:
         params = new.sampling_params or SamplingParams(temperature=0.0)
         prompt, outputs = list(new.prompt_token_ids), list(new.prefill_token_ids[new.prompt_len :])
         for p, processor in enumerate(self._built or ()):
-            self._edits[p, new.req_id] = bool(call_processor(processor, "add_request", row, params, prompt, outputs))
+            self._edits[p, new.req_id] = tell_of_request(processor, row, params, prompt, outputs)
 
     def _remove(self, req_id: str) -> None:
         row = self._rows.pop(req_id, None)

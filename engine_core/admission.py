@@ -6,7 +6,7 @@ Knows the runner by its description and configuration only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from runner_api import (
     SamplingParams,
 )
 from runner_api.checks import is_integer
-from runner_api.logits_processors import LogitsProcessor, build_processors, check_params
+from runner_api.logits_processors import HostArrays, LogitsProcessor, build_processors, check_params
 from runner_api.new_request_checks import check_features, check_sampling_params
 
 
@@ -199,19 +199,3 @@ class Admission:
         if self._grammar_backend is None:
             self._grammar_backend = self._make_grammar_backend()
         return self._grammar_backend.compile(params.structured_outputs)
-
-
-class HostArrays:
-    """See `runner_api.logits_processors.ArrayBackend`."""
-
-    def zeros(self, shape: int | tuple[int, ...], dtype: str) -> np.ndarray:
-        return np.zeros(shape, dtype)
-
-    def array(self, values: Sequence[Any], dtype: str) -> np.ndarray:
-        return np.array(values, dtype)
-
-    def arange(self, count: int) -> np.ndarray:
-        return np.arange(count, dtype=np.int64)
-
-    def where(self, condition: Any, chosen: Any, other: Any) -> np.ndarray:
-        return np.where(condition, chosen, other)

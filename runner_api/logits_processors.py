@@ -12,6 +12,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from runner_api.errors import ConfigError, LogitsProcessorError, RunnerError, SamplingParamsError, UnknownNameError
 from runner_api.loader import load_object
 from runner_api.sampling_params import SamplingParams
@@ -38,6 +40,22 @@ class ArrayBackend(Protocol):
     def where(self, condition: Any, chosen: Any, other: Any) -> Any:
         """`chosen` where the condition holds, `other` elsewhere. Both may be arrays or plain numbers."""
         ...
+
+
+class HostArrays:
+    """The `ArrayBackend` of processors whose arrays are NumPy's."""
+
+    def zeros(self, shape: int | tuple[int, ...], dtype: str) -> np.ndarray:
+        return np.zeros(shape, dtype)
+
+    def array(self, values: Sequence[Any], dtype: str) -> np.ndarray:
+        return np.array(values, dtype)
+
+    def arange(self, count: int) -> np.ndarray:
+        return np.arange(count, dtype=np.int64)
+
+    def where(self, condition: np.ndarray, chosen: Any, other: Any) -> np.ndarray:
+        return np.where(condition, chosen, other)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +175,32 @@ def check_params(processors: Sequence[LogitsProcessor], params: SamplingParams |
             raise SamplingParamsError(
                 f"logits processor {name_of(processor)} refuses the request: {why}", field="extra_args", req_id=req_id
             ) from e
+
+
+def tell_of_request(
+    processor: LogitsProcessor, row: int, params: SamplingParams, prompt: list[int], outputs: list[int]
+) -> bool:
+    """Tell a processor of a request that moves into a row, with what it had drawn before; does it edit its logits?
+
+    Raises LogitsProcessorError, also for an answer that is neither True nor False.
+    """
+    edits = call_processor(processor, "add_request", row, params, prompt, outputs)
+    if not isinstance(edits, (bool, np.bool_)):
+        raise LogitsProcessorError(
+            "does it edit this request's logits?", field=f"{name_of(processor)}.add_request", got=edits,
+            expected="True or False as the answer",
+        )  # fmt: skip
+    return bool(edits)
+
+
+def edit_logits(processor: LogitsProcessor, logits: Any, context: LogitsContext) -> None:
+    """Let a processor edit logits in place. Raises LogitsProcessorError, also for an answer of its own."""
+    answer = call_processor(processor, "apply", logits, context)
+    if answer is not None:
+        raise LogitsProcessorError(
+            "logits are edited in place", field=f"{name_of(processor)}.apply", got=answer,
+            expected="nothing as the answer",
+        )  # fmt: skip
 
 
 def call_processor(processor: LogitsProcessor, method: str, *arguments: Any) -> Any:

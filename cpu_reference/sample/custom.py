@@ -9,24 +9,15 @@ import numpy as np
 
 from cpu_reference.sample.logits_rows import LogitsRows
 from runner_api import NewRequestData, SamplingParams
-from runner_api.errors import LogitsProcessorError
-from runner_api.logits_processors import LogitsContext, RowMove, build_processors, call_processor, name_of
-
-
-class Arrays:
-    """NumPy's arrays, for processors. See `runner_api.logits_processors.ArrayBackend`."""
-
-    def zeros(self, shape: int | tuple[int, ...], dtype: str) -> np.ndarray:
-        return np.zeros(shape, dtype)
-
-    def array(self, values: Sequence[Any], dtype: str) -> np.ndarray:
-        return np.array(values, dtype)
-
-    def arange(self, count: int) -> np.ndarray:
-        return np.arange(count, dtype=np.int64)
-
-    def where(self, condition: np.ndarray, chosen: Any, other: Any) -> np.ndarray:
-        return np.where(condition, chosen, other)
+from runner_api.logits_processors import (
+    HostArrays,
+    LogitsContext,
+    RowMove,
+    build_processors,
+    call_processor,
+    edit_logits,
+    tell_of_request,
+)
 
 
 class CustomProcessors:
@@ -37,7 +28,7 @@ class CustomProcessors:
     """
 
     def __init__(self, max_num_reqs: int, vocab_size: int, factories: Sequence[Any]) -> None:
-        self.processors = build_processors(factories, max_num_reqs, vocab_size, Arrays())
+        self.processors = build_processors(factories, max_num_reqs, vocab_size, HostArrays())
         self.edits = np.zeros((len(self.processors), max_num_reqs), bool)  # bool[P, N] processor p edits the row
 
     def row_tables(self) -> dict[str, np.ndarray]:
@@ -53,13 +44,7 @@ class CustomProcessors:
         """Tell of a request that moves in, with what it had drawn before a preemption."""
         prompt, outputs = list(new.prompt_token_ids), list(new.prefill_token_ids[new.prompt_len :])
         for p, processor in enumerate(self.processors):
-            edits = call_processor(processor, "add_request", row, params, prompt, outputs)
-            if not isinstance(edits, (bool, np.bool_)):
-                raise LogitsProcessorError(
-                    "does it edit this request's logits?", field=f"{name_of(processor)}.add_request", got=edits,
-                    expected="True or False as the answer",
-                )  # fmt: skip
-            self.edits[p, row] = edits
+            self.edits[p, row] = tell_of_request(processor, row, params, prompt, outputs)
 
     def remove_request(self, row: int) -> None:
         """Tell of a request that leaves, finished or preempted."""
@@ -104,11 +89,6 @@ class CustomProcessors:
                 owner[chosen], rows.positions[chosen], rows.input_ids[chosen], rows.expanded_local_pos[chosen],
                 num_drafts,
             )  # fmt: skip
-            answer = call_processor(processor, "apply", edited, context)
-            if answer is not None:
-                raise LogitsProcessorError(
-                    "logits are edited in place", field=f"{name_of(processor)}.apply", got=answer,
-                    expected="nothing as the answer",
-                )  # fmt: skip
+            edit_logits(processor, edited, context)
             # 3 which go back to their places
             logits[chosen] = edited

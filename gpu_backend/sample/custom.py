@@ -11,8 +11,14 @@ import torch
 from gpu_backend.packed_copy import PackedCopy, copy_to_device, torch_dtype
 from gpu_backend.sample.logits_rows import LogitsRows
 from runner_api import NewRequestData, SamplingParams
-from runner_api.errors import LogitsProcessorError
-from runner_api.logits_processors import LogitsContext, RowMove, build_processors, call_processor, name_of
+from runner_api.logits_processors import (
+    LogitsContext,
+    RowMove,
+    build_processors,
+    call_processor,
+    edit_logits,
+    tell_of_request,
+)
 
 
 class Arrays:
@@ -70,13 +76,7 @@ class CustomProcessors:
         """Tell of a request that moves in, with what it had drawn before a preemption."""
         prompt, outputs = list(new.prompt_token_ids), list(new.prefill_token_ids[new.prompt_len :])
         for p, processor in enumerate(self.processors):
-            edits = call_processor(processor, "add_request", row, params, prompt, outputs)
-            if not isinstance(edits, (bool, np.bool_)):
-                raise LogitsProcessorError(
-                    "does it edit this request's logits?", field=f"{name_of(processor)}.add_request", got=edits,
-                    expected="True or False as the answer",
-                )  # fmt: skip
-            self.edits[p, row] = edits
+            self.edits[p, row] = tell_of_request(processor, row, params, prompt, outputs)
 
     def remove_request(self, row: int) -> None:
         """Tell of a request that leaves, finished or preempted."""
@@ -122,11 +122,6 @@ class CustomProcessors:
                 rows.expanded_idx_mapping[chosen], rows.positions[chosen], rows.input_ids[chosen],
                 rows.expanded_local_pos[chosen], num_drafts,
             )  # fmt: skip
-            answer = call_processor(processor, "apply", edited, context)
-            if answer is not None:
-                raise LogitsProcessorError(
-                    "logits are edited in place", field=f"{name_of(processor)}.apply", got=answer,
-                    expected="nothing as the answer",
-                )  # fmt: skip
+            edit_logits(processor, edited, context)
             # 3 which go back to their places
             logits[chosen] = edited
