@@ -79,7 +79,8 @@ from runner_api.step_validation import (
 
 CAPABILITIES = frozenset(
     {
-        Capability.GENERATE, Capability.STAGES, Capability.RECORD_LOGITS, Capability.RECORD_KV, Capability.POISON,
+        Capability.GENERATE, Capability.STEP_RECORD, Capability.PLAN_VALIDATION, Capability.STAGES,
+        Capability.RECORD_LOGITS, Capability.RECORD_KV, Capability.POISON,
         Capability.STATE_DIGEST, Capability.SEEDED_SAMPLING, Capability.TOP_K, Capability.TOP_P, Capability.MIN_P,
         Capability.LOGPROBS, Capability.PROMPT_LOGPROBS, Capability.PENALTIES, Capability.LOGIT_BIAS,
         Capability.ALLOWED_TOKEN_IDS, Capability.MIN_TOKENS, Capability.BAD_WORDS, Capability.GRAMMAR,

@@ -31,6 +31,7 @@ from runner_api.outputs import (
     ModelRunnerOutput,
     SampleFault,
 )
+from runner_api.partial import StageAdapter
 from runner_api.plan import CachedRequestData, ForcedStep, GrammarOutput, NewRequestData, SchedulerOutput
 from runner_api.protocol import (
     Collectives,
@@ -55,14 +56,14 @@ __spec_version__ = SPEC_VERSION
 
 __all__ = [
     "EMPTY_MODEL_RUNNER_OUTPUT", "INTEGER_FIELDS", "NO_ROW", "NULL_BLOCK_ID", "PAD_SLOT_ID", "PLACEHOLDER_TOKEN_ID",
-    "SCHEMA_VERSION", "SPEC_VERSION", "AsyncModelRunnerOutput", "BatchDescriptor", "CUDAGraphMode",
-    "CachedRequestData", "CallOrderError", "Capability", "CapabilityError", "CheckpointError", "Collectives",
-    "ConfigError", "DefaultModelState", "DraftTokenIds", "EngineError", "ForcedStep", "GrammarOutput",
-    "IntermediateTensors", "KVCacheConfig", "KVCacheError", "KVCacheGroup", "KVCacheSpec", "KVCacheTensor",
-    "LayoutDecision", "LogitsProcessorError", "LogprobsLists", "ModelRunner", "ModelRunnerOutput", "ModelState",
-    "NewRequestData", "ParallelContext", "PlanError", "PlanValidator", "ReasoningConfig", "RunnerConfig", "RunnerError",
-    "RunnerFactory", "RunnerInfo", "SampleFault", "SamplingParams", "SamplingParamsError", "SchedulerOutput",
-    "SingleRank", "StageSet", "StageSpec", "StepRecord", "StructuredOutputsParams", "Trace", "TraceError",
+    "SCHEMA_VERSION", "SPEC_VERSION", "AsyncModelRunnerOutput", "BatchDescriptor", "CUDAGraphMode", "CachedRequestData",
+    "CallOrderError", "Capability", "CapabilityError", "CheckpointError", "Collectives", "ConfigError",
+    "DefaultModelState", "DraftTokenIds", "EngineError", "ForcedStep", "GrammarOutput", "IntermediateTensors",
+    "KVCacheConfig", "KVCacheError", "KVCacheGroup", "KVCacheSpec", "KVCacheTensor", "LayoutDecision",
+    "LogitsProcessorError", "LogprobsLists", "ModelRunner", "ModelRunnerOutput", "ModelState", "NewRequestData",
+    "ParallelContext", "PlanError", "PlanValidator", "ReasoningConfig", "RunnerConfig", "RunnerError", "RunnerFactory",
+    "RunnerInfo", "SampleFault", "SamplingParams", "SamplingParamsError", "SchedulerOutput", "SingleRank",
+    "StageAdapter", "StageSet", "StageSpec", "StepRecord", "StructuredOutputsParams", "Trace", "TraceError",
     "UnknownNameError", "WitnessConfig", "WitnessGroup", "group_kv_cache_specs", "load_factory", "load_runner",
     "load_stages", "load_trace", "resolve_layout", "runner_names", "save_trace",
 ]  # fmt: skip

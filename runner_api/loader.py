@@ -1,4 +1,9 @@
-"""Find a runner by name. Entry points of group `modelrunner.runners`, or `package.module:factory`.
+"""Find a runner by name: an entry point of group `modelrunner.runners`, an object in a module or a file, a process.
+
+    cpu                        an installed name
+    package.module:factory     an object in a module that can be imported
+    path/to/file.py:factory    an object in a file; anything before the colon that ends in .py is a path
+    process:COMMAND LINE       a program that speaks JSON lines (`runner_api.process_runner`, docs/json-lines.md)
 
 A target is a callable `factory(config: RunnerConfig) -> ModelRunner`. Its stages, if it offers any, are found as the
 attribute `stages` of the factory: a callable without arguments that returns a `StageSet`. Nothing falls back: an
@@ -7,13 +12,20 @@ unknown name is an error that lists the known ones.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib
+import importlib.util
 import logging
+import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from runner_api.config import RunnerConfig
+from runner_api.environment import check_environment
 from runner_api.errors import CapabilityError, ConfigError, RunnerError, UnknownNameError
 from runner_api.protocol import ModelRunner, RunnerFactory, RunnerInfo
 from runner_api.selection import LayoutDecision, offered_layouts, resolve_layout
@@ -24,6 +36,7 @@ ENTRY_POINT_GROUP = "modelrunner.runners"
 PROTOCOL_METHODS = (
     "describe", "load_model", "get_kv_cache_specs", "initialize_kv_cache", "execute_model", "sample_tokens", "shutdown",
 )  # fmt: skip
+PROCESS = "process:"
 log = logging.getLogger("modelrunner")
 
 
@@ -33,13 +46,20 @@ def runner_names() -> dict[str, str]:
 
 
 def load_factory(name: str | RunnerFactory) -> RunnerFactory:
-    """The factory behind a name or a `package.module:factory` path; a factory is its own answer."""
+    """The factory behind a name, in any of the forms above; a factory is its own answer. Nothing is started yet.
+
+    Raises UnknownNameError for a name that is not installed, ConfigError for a target without a factory and for an
+    environment variable of ours that does not exist.
+    """
+    check_environment()
     if not isinstance(name, str):
         if not callable(name):
             raise ConfigError(
                 "no runner", field="runner", got=name, expected="an installed name, package.module:factory or a factory"
             )
         return name
+    if name.startswith(PROCESS):
+        return _process_factory(name.removeprefix(PROCESS))
     target = name if ":" in name else runner_names().get(name)
     if target is None:
         raise UnknownNameError("runner", name, runner_names(), field="runner")
@@ -53,10 +73,11 @@ def load_factory(name: str | RunnerFactory) -> RunnerFactory:
 
 
 def load_object(target: str, what: str, field: str, hint: str = "Correct the path, or install what it needs") -> Any:
-    """The object behind `package.module:name.in.it`. Raises ConfigError for whatever goes wrong on the way."""
-    module_name, _, attribute = target.partition(":")
+    """The object behind `package.module:name.in.it` or `path/to/file.py:name.in.it`. Raises ConfigError for whatever
+    goes wrong on the way."""
+    module_name, _, attribute = target.rpartition(":")
     try:
-        found: Any = importlib.import_module(module_name)
+        found: Any = _import_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
         for part in attribute.split("."):
             found = getattr(found, part)
     except Exception as e:  # importing runs foreign code
@@ -64,6 +85,35 @@ def load_object(target: str, what: str, field: str, hint: str = "Correct the pat
             f"{what} cannot be imported from {target!r}: {type(e).__name__}: {e}", field=field, hint=hint
         ) from e
     return found
+
+
+def _import_file(path: str) -> ModuleType:
+    """The module of this file, under a name of its own: its directory does not become a place to import from. A file
+    that has changed since is another module."""
+    file = Path(path).resolve()
+    key = f"{file} {file.stat().st_mtime_ns} {file.stat().st_size}"
+    name = f"modelrunner_file_{hashlib.sha256(key.encode()).hexdigest()[:12]}_{file.stem}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"no module can be made of {file}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickles look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+@functools.cache
+def _process_factory(command: str) -> RunnerFactory:
+    """One factory, hence one program, for each command line."""
+    from runner_api.process_runner import ProcessFactory
+
+    return ProcessFactory(command)
 
 
 def call_factory(name: str | RunnerFactory, config: RunnerConfig) -> ModelRunner:

@@ -92,3 +92,55 @@ class Undescribed(load_factory(CPU)):
 def test_a_factory_that_gives_no_runner(factory, text):
     with pytest.raises(ConfigError, match=text):
         load_runner(factory)
+
+
+# -- factories in files, and the environment ----------------------------------------------------------------------
+
+
+def test_a_factory_in_a_file(tmp_path, monkeypatch):
+    """Found by path, relative or not; the file's directory is no place to import from, and a changed file is read."""
+    file = tmp_path / "my runner.py"
+    file.write_text(
+        "from dataclasses import dataclass\n\n@dataclass\nclass Factory:\n    config: int\n    version = 1\n"
+    )
+    before = list(sys.path)
+    factory = load_factory(f"{file}:Factory")
+    assert factory(7).config == 7
+    assert load_factory(f"{file}:Factory") is factory
+    assert sys.path == before
+    monkeypatch.chdir(tmp_path)
+    assert load_factory("my runner.py:Factory") is factory
+    assert load_factory("./my runner.py:Factory") is factory
+    file.write_text(file.read_text().replace("version = 1", "version = 2 # later"))
+    assert load_factory(f"{file}:Factory").version == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "No such file"), ("x = ", "SyntaxError"), ("import no_such_module_at_all", "ModuleNotFoundError"),
+        ("raise KeyError('x')", "KeyError"), ("factori = 1", "no attribute 'factory'"), ("factory = 1", "callable"),
+    ],
+)  # fmt: skip
+def test_files_without_a_factory(tmp_path, text, message):
+    file = tmp_path / "broken.py"
+    if text is not None:
+        file.write_text(text)
+    before = set(sys.modules)
+    with pytest.raises(ConfigError, match=message):
+        load_factory(f"{file}:factory")
+    left = [name for name in set(sys.modules) - before if name.endswith("_broken")]
+    assert len(left) == (message in ("no attribute 'factory'", "callable")), "half a module is left behind"
+
+
+def test_one_program_for_each_command_line():
+    assert load_factory("process:program --a") is load_factory("process:program --a")
+    assert load_factory("process:program --a") is not load_factory("process:program --b")
+
+
+def test_misspelt_environment_variables_are_refused(monkeypatch):
+    monkeypatch.setenv("MODELRUNNER_LAYUOT", "dense")
+    with pytest.raises(UnknownNameError, match=r"MODELRUNNER_LAYUOT.*MODELRUNNER_LAYOUT, MODELRUNNER_PROCESS_TIMEOUT"):
+        load_factory("cpu")
+    monkeypatch.delenv("MODELRUNNER_LAYUOT")
+    load_factory("cpu")
