@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -68,3 +69,29 @@ def clause(clause_id: str) -> Clause:
     if clause_id not in clauses:
         raise UnknownNameError("clause", clause_id, clauses)
     return clauses[clause_id]
+
+
+def select(patterns: Iterable[str]) -> tuple[str, ...]:
+    """Ids of the clauses that some pattern stands for, in the order of the file.
+
+    A pattern is the beginning of an id by whole parts, in any case, with or without `MR-`: "SLOT", "MR-SLOT",
+    "slot-001". Raises UnknownNameError, with the nearest names, for a pattern that stands for nothing; ConfigError if
+    there is no pattern.
+    """
+    chosen: set[str] = set()
+    patterns = tuple(patterns)
+    if not patterns:
+        raise ConfigError("no clause is selected", field="--clause", got=(), expected="an area or an id")
+    for pattern in patterns:
+        parts = pattern.upper().removeprefix("MR-").split("-")
+        found = {c for c in load_clauses() if c.split("-")[1 : 1 + len(parts)] == parts}
+        if not found:
+            near = [c for c in load_clauses() if c.split("-")[1] == parts[0]] or [f"MR-{area}" for area in areas()]
+            raise UnknownNameError("clause", "-".join(["MR", *parts]), near, field="--clause")
+        chosen |= found
+    return tuple(c for c in load_clauses() if c in chosen)
+
+
+def areas() -> tuple[str, ...]:
+    """The areas, in the order of the file."""
+    return tuple(dict.fromkeys(c.area for c in load_clauses().values()))

@@ -17,7 +17,9 @@ def check(subparsers: Any) -> None:
         help="judge a runner: every clause, then lockstep with an oracle",
         description="Judge a runner by every clause, then run it in lockstep with an oracle on generated plans.",
     )
-    parser.add_argument("runner", help="an installed runner, or package.module:factory")
+    parser.add_argument(
+        "runner", help="an installed runner, package.module:factory, file.py:factory, or process:COMMAND LINE"
+    )
     parser.add_argument("--against", default="cpu", metavar="ORACLE", help="the runner to compare with (default: cpu)")
     parser.add_argument("--model", metavar="PATH", help="also lockstep on this checkpoint (a folder, or smollm2)")
     parser.add_argument(
@@ -32,8 +34,39 @@ def check(subparsers: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--layout", choices=("slots", "dense"), help="of the runner's rows (default: its own choice)")
     parser.add_argument("--lockstep-only", action="store_true", help="leave the clauses out")
+    parser.add_argument(
+        "--clause", action="append", metavar="ID",
+        help="only clauses whose id begins with these parts, for example SLOT or PAD-004 (again for more); no lockstep",
+    )  # fmt: skip
+    parser.add_argument(
+        "--expectations", metavar="FILE", help="clauses that are known to fail (TOML); see docs/read-a-report.md"
+    )
+    parser.add_argument("--report", metavar="FILE", help="also write a report, as JSON lines, for modelrunner report")
+    parser.add_argument(
+        "--find", action=argparse.BooleanOptionalAction, default=True,
+        help="shrink the first failures to the smallest plans that show them (default: yes)",
+    )  # fmt: skip
+    parser.add_argument("--corpus", metavar="DIR", help="also run the cases that are saved in this folder")
+    parser.add_argument(
+        "--save-corpus", metavar="DIR", help="save failing plans, and plans of rare shapes, in this folder"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(run=_check)
+
+
+def report(subparsers: Any) -> None:
+    """`modelrunner report`: several reports of `check` as one table."""
+    parser = subparsers.add_parser(
+        "report",
+        help="merge reports of check into one table of areas and runners",
+        description="Merge reports that `modelrunner check --report` has written into one table of areas and runners.",
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE", help="a report (.jsonl)")
+    parser.add_argument(
+        "--format", choices=("terminal", "markdown", "badge"), default="terminal",
+        help="badge: JSON of a shields.io endpoint, of one report (default: terminal)",
+    )  # fmt: skip
+    parser.set_defaults(run=_report)
 
 
 def clauses(subparsers: Any) -> None:
@@ -42,7 +75,17 @@ def clauses(subparsers: Any) -> None:
         "clauses", help="list the clauses", description="List the clauses that a runner is judged by."
     )
     parser.add_argument("area", nargs="?", help="only ids that start with this, for example SLOT or MR-SLOT-003")
-    parser.add_argument("--json", action="store_true", help="print one JSON array instead of text")
+    parser.add_argument(
+        "--json", action="store_true",
+        help="print one JSON object, with the tests and the mutants of each clause, which are run if need be",
+    )  # fmt: skip
+    parser.add_argument("--markdown", action="store_true", help="print a page of all clauses by area")
+    parser.add_argument(
+        "--no-cache",
+        dest="cache",
+        action="store_false",
+        help="with --json: run tests and mutants even if nothing changed",
+    )
     parser.set_defaults(run=_clauses)
 
 
@@ -154,9 +197,15 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _clauses(args: argparse.Namespace) -> int:
-    from conformance.check import run_clauses
+    from conformance.clause_list import run_clauses
 
     return run_clauses(args)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from conformance.matrix import run_report
+
+    return run_report(args)
 
 
 def _replay(args: argparse.Namespace) -> int:

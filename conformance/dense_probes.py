@@ -16,6 +16,7 @@ import numpy as np
 from conformance.context import Mismatch
 from conformance.harness import build_runner
 from conformance.layouts import bare
+from conformance.probe import RECORDED, probe
 from runner_api import (
     CachedRequestData,
     Capability,
@@ -197,10 +198,9 @@ PROMPTS = {"a": [1, 2, 3, 4, 5], "b": [8, 7, 6], "c": [9, 12, 13, 14, 2, 15, 16]
 # -- the same rows by different ways ------------------------------------------------------------------------------
 
 
+@probe("DENSE-021 DENSE-022", *RECORDED, Capability.DENSE_LAYOUT, Capability.STATE_DIGEST)
 def moves_take_everything_along(bench: Any) -> Found:
     """c and d are moved into the rows of a and b; in the twin they have always stood there."""
-    if not {Capability.DENSE_LAYOUT, Capability.STATE_DIGEST} <= bench.capabilities:
-        return {}
     moved, cleared = "MR-DENSE-022", "MR-DENSE-021"
     tale, twin = (_tale(bench, reorder_batch_threshold=None) for _ in range(2))
     empty = tale.digest()
@@ -224,10 +224,9 @@ def moves_take_everything_along(bench: Any) -> Found:
     return found
 
 
+@probe("DENSE-023", *RECORDED, Capability.DENSE_LAYOUT, Capability.STATE_DIGEST)
 def swaps_take_everything_along(bench: Any) -> Found:
     """A long prompt stands in front, in chunks, until decodes swap with it; in the twin it came behind them."""
-    if not {Capability.DENSE_LAYOUT, Capability.STATE_DIGEST} <= bench.capabilities:
-        return {}
     clause_id = "MR-DENSE-023"
     tale, twin = _tale(bench), _tale(bench)
     for name in "cbad":
@@ -248,10 +247,9 @@ def swaps_take_everything_along(bench: Any) -> Found:
     return {clause_id: [*found, *_same(clause_id, tale, twin)]}
 
 
+@probe("DENSE-024", *RECORDED, Capability.DENSE_LAYOUT, Capability.STATE_DIGEST)
 def sitting_out_changes_nothing(bench: Any) -> Found:
     """b sits out two steps, one of them without anybody; the twin's b just waits for its next step with the others."""
-    if not {Capability.DENSE_LAYOUT, Capability.STATE_DIGEST} <= bench.capabilities:
-        return {}
     clause_id = "MR-DENSE-024"
     tale, twin = (_tale(bench, reorder_batch_threshold=None) for _ in range(2))
     for t in (tale, twin):
@@ -269,10 +267,9 @@ def sitting_out_changes_nothing(bench: Any) -> Found:
     return {clause_id: _same(clause_id, tale, twin)}
 
 
+@probe("DENSE-025 DENSE-026", *RECORDED, Capability.DENSE_LAYOUT, Capability.STATE_DIGEST)
 def preemptions_need_not_be_told(bench: Any) -> Found:
     """a is preempted and comes back two steps later, or in the very plan that preempts it."""
-    if not {Capability.DENSE_LAYOUT, Capability.STATE_DIGEST} <= bench.capabilities:
-        return {}
     untold, at_once = "MR-DENSE-025", "MR-DENSE-026"
     found: Found = {untold: [], at_once: []}
     tales = []
@@ -302,10 +299,9 @@ def preemptions_need_not_be_told(bench: Any) -> Found:
     return found
 
 
+@probe("DENSE-027", *RECORDED, Capability.DENSE_LAYOUT, Capability.STATE_DIGEST)
 def an_id_may_be_used_again(bench: Any) -> Found:
     """a finishes in the middle of its prompt, and another a comes by the same plan: as if the first had never been."""
-    if not {Capability.DENSE_LAYOUT, Capability.STATE_DIGEST} <= bench.capabilities:
-        return {}
     clause_id = "MR-DENSE-027"
     tale, twin = _tale(bench), _tale(bench)
     tale.add("a", PROMPTS["c"], 4)
@@ -328,10 +324,9 @@ def _tale(bench: Any, **changes: Any) -> Tale:
 # -- outputs, prompts and processors ------------------------------------------------------------------------------
 
 
+@probe("DENSE-028", *RECORDED, Capability.DENSE_LAYOUT, Capability.ASYNC_OUTPUT)
 def late_outputs_keep_their_requests(bench: Any) -> Found:
     """Outputs of three steps are taken at the end, when everybody has moved."""
-    if not {Capability.DENSE_LAYOUT, Capability.ASYNC_OUTPUT} <= bench.capabilities:
-        return {}
     clause_id = "MR-DENSE-028"
     late, soon = _tale(bench), _tale(bench)
     told: list[list[Any]] = []
@@ -372,10 +367,9 @@ def _row_of(lists: LogprobsLists, i: Any) -> list[Any]:
     return [np.asarray(part[i]).tolist() for part in (lists.token_ids, lists.logprobs, lists.ranks)]
 
 
+@probe("DENSE-029", *RECORDED, Capability.DENSE_LAYOUT, Capability.PROMPT_LOGPROBS)
 def prompts_are_scored_wherever_they_stand(bench: Any) -> Found:
     """c takes its prompt in four chunks, alone; or among others, moved, swapped and left out in the middle of it."""
-    if not {Capability.DENSE_LAYOUT, Capability.PROMPT_LOGPROBS} <= bench.capabilities:
-        return {}
     clause_id = "MR-DENSE-029"
     plain, asks = SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, prompt_logprobs=2)
     alone, among = _tale(bench), _tale(bench)
@@ -437,10 +431,9 @@ class Follower:
         self.seen = dict(zip(context.rows.tolist(), context.positions.tolist(), strict=True))
 
 
+@probe("DENSE-030 DENSE-031", *RECORDED, Capability.DENSE_LAYOUT, Capability.LOGITS_PROCESSORS)
 def processors_follow_their_requests(bench: Any) -> Found:
     """Told rows lead to the rows of the step, and edits reach the rows that the record names."""
-    if not {Capability.DENSE_LAYOUT, Capability.LOGITS_PROCESSORS} <= bench.capabilities:
-        return {}
     told, edits = "MR-DENSE-030", "MR-DENSE-031"
     made: list[Follower] = []
 
@@ -476,9 +469,8 @@ def processors_follow_their_requests(bench: Any) -> Found:
     return found
 
 
+@probe("DENSE-032", Capability.GENERATE, Capability.DENSE_LAYOUT)
 def what_dense_rows_lack_is_refused(bench: Any) -> Found:
-    if Capability.DENSE_LAYOUT not in bench.capabilities:
-        return {}
     clause_id, found = "MR-DENSE-032", []
     for name, value in (("num_speculative_tokens", 2), ("initial_free_rows", (1, 0, 2, 3, 4, 5))):
         if name == "num_speculative_tokens" and Capability.DRAFT_LAYOUT in bench.capabilities:

@@ -67,6 +67,8 @@ PALETTE = (*PLAIN, *RICH)
 # Markers of one token stand in many a random prompt.
 REASONING = ReasoningConfig((7,), (9, 10), (10,))
 KINDS = ("plain", "groups", "tiny", "wide", "drafts")
+# What worlds of the kind "groups" are about; of a runner that offers one of the two they ask for that one.
+GROUPS = frozenset({Capability.MULTI_GROUP, Capability.SLIDING_WINDOW})
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +117,17 @@ def draw_size(
         small = int(random.choice([2, 4]))
         sizes, rows, length, drafts = (small, small * int(random.choice([1, 2]))), int(random.integers(3, 8)), 64, 0
         window = int(random.integers(3, 14))
+        if offered & GROUPS == {Capability.MULTI_GROUP}:
+            sizes, window = (small, 2 * small), None
+        elif offered & GROUPS == {Capability.SLIDING_WINDOW}:
+            sizes = (small,)
     elif kind == "tiny":
         sizes, rows, length, drafts = (1,), int(random.integers(1, 4)), 24, 0
     elif kind == "wide":
         sizes, rows, length, drafts = (int(random.choice([16, 32, 64])),), int(random.integers(16, 65)), 128, 0
     else:
         sizes, rows, length, drafts = (int(random.choice([2, 4, 8])),), int(random.integers(3, 7)), 64, 3
-    groups = tuple(WitnessGroup(s, window if g else None) for g, s in enumerate(sizes))
+    groups = tuple(WitnessGroup(s, window if g == len(sizes) - 1 else None) for g, s in enumerate(sizes))
     free_rows = None if kind == "plain" else tuple(int(i) for i in random.permutation(rows))
     threshold = None
     if layout == "dense":

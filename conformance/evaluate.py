@@ -8,9 +8,8 @@ tokens only where a right runner could have drawn them, so that a wrong candidat
 from __future__ import annotations
 
 import traceback
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -20,21 +19,25 @@ import conformance.laws_inputs
 import conformance.laws_memory
 import conformance.laws_sampling
 import conformance.laws_values  # noqa: F401
-from conformance.clauses import Clause, load_clauses
+from conformance.clauses import clause, load_clauses
 from conformance.context import Mismatch, RowTracker, StepContext
-from conformance.dense_rows import DenseRowTracker
-from conformance.driver import KINDS, RandomDriver, WorldSize, draw_size
+from conformance.dense_rows import TRACKED, DenseRowTracker
+from conformance.driver import GROUPS, KINDS, RandomDriver, WorldSize, draw_size
+from conformance.evaluation import Evaluation, EvaluationError
 from conformance.harness import build_runner
 from conformance.laws import LAWS, Law
 from conformance.laws_inputs import rows_follow_their_rules
 from conformance.layouts import InLayout, in_layout
 from conformance.planned_step import PlannedStep
+from conformance.probe import RECORDED, clauses_of
 from conformance.probes import PROBES, Bench
+from conformance.stage_laws import stages_judged, stages_lacking
 from conformance.world import PlanWorld
 from runner_api import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     AsyncModelRunnerOutput,
     Capability,
+    ConfigError,
     ForcedStep,
     KVCacheConfig,
     ModelRunner,
@@ -43,78 +46,46 @@ from runner_api import (
     RunnerInfo,
     StepRecord,
 )
-from runner_api.loader import call_factory, load_factory
+from runner_api.loader import call_factory, load_factory, load_stages
 from runner_api.protocol import RunnerFactory
 
 # Steps of one world: long enough for rows and blocks to change hands often, short enough to see many sizes.
 STEPS_PER_WORLD = 20
+# Clauses that worlds can put to the test: by laws, and by following the rows of either layout.
+WORLD_CLAUSES = frozenset(LAWS) | TRACKED | {f"MR-STATE-{n:03}" for n in (1, 2, 3, 4, 8)}
 # The order in which laws are asked: where one of FIRST fails, the record cannot be read any further.
 FIRST = tuple(law for law in LAWS.values() if law.first)
 CAUSES = tuple(law for law in LAWS.values() if not law.first and not law.consequence)
 CONSEQUENCES = tuple(law for law in LAWS.values() if law.consequence)
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluationError:
-    """An exception of the candidate where none was due; the world or probe ended there."""
-
-    where: str
-    error: str
-    traceback: str
-
-
-@dataclass(slots=True)
-class Evaluation:
-    """What came of it. A clause passes if it was tested and has no mismatch."""
-
-    info: RunnerInfo
-    by_clause: dict[str, list[Mismatch]] = field(default_factory=dict)
-    errors: list[EvaluationError] = field(default_factory=list)
-    tested: Counter[str] = field(default_factory=Counter)  # clause id to number of evaluations
-    skipped: dict[str, tuple[str, ...]] = field(default_factory=dict)  # clause id to missing capabilities
-    counts: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def failed(self) -> list[str]:
-        """Ids of clauses with a mismatch, in the order of the clause list."""
-        return [c for c in load_clauses() if self.by_clause.get(c)]
-
-    @property
-    def untested(self) -> list[str]:
-        """Clauses that apply to this runner and that nothing put to the test."""
-        return [c for c in load_clauses() if not self.tested[c] and c not in self.skipped]
-
-    @property
-    def passed(self) -> bool:
-        """No exception, and every MUST that applies was tested and has no mismatch."""
-        broken = [c for c in [*self.failed, *self.untested] if load_clauses()[c].level == "MUST"]
-        return not broken and not self.errors
-
-    def note(self, found: Mapping[str, Iterable[Mismatch]]) -> None:
-        for clause_id, mismatches in found.items():
-            if clause_id not in self.skipped:
-                self.tested[clause_id] += 1
-                self.by_clause.setdefault(clause_id, []).extend(mismatches)
-
-
 def evaluate(
     runner: str | RunnerFactory, *, seeds: Sequence[int] = (0, 1, 2), steps: int = 40,
     oracle: str | RunnerFactory = "cpu", probes_first: bool = False, enough: Callable[[Evaluation], bool] | None = None,
-    layout: str | None = None,
+    layout: str | None = None, selected: Collection[str] | None = None, sought: Collection[str] = (),
 ) -> Evaluation:  # fmt: skip
     """Judge `runner` on worlds of every kind it can run, `steps` steps of each kind and seed, and by every probe.
 
     enough: asked after each world and each probe whether to leave it at that; what was not tested by then makes
-    no pass. layout: of the rows, on both sides; None: the one that the runner takes by itself.
+    no pass. layout: of the rows, on both sides; None: the one that the runner takes by itself. selected: ids of the
+    clauses to judge by, at least one; None: all. Worlds and probes that speak of none of them are left out. sought:
+    ids of clauses whose probes are run before the others.
+
+    A runner that runs no whole steps, or keeps no record of them, is judged by what it does offer; the other clauses
+    are in `skipped`. Raises: ConfigError, UnknownNameError for what cannot be judged at all.
     """
+    if selected is not None:
+        if not selected:
+            raise ConfigError("no clause is selected", field="selected", got=selected, expected="at least one id")
+        selected = frozenset(clause(c).id for c in selected)
     runner = load_factory(runner) if layout is None else in_layout(runner, layout)
     info = call_factory(runner, RunnerConfig(max_num_reqs=2)).describe()
     oracle = in_layout(oracle, info.layout)
     bench = Bench(runner, info.capabilities)
     if info.layout == "dense":
         bench = Bench(InLayout(runner, "dense", stories=True), info.capabilities)
-    result = Evaluation(info, skipped=_skipped(load_clauses().values(), info.capabilities))
-    parts = [_worlds(runner, oracle, seeds, steps, result), _probes(bench, result)]
+    result = _begin(info, runner, selected)
+    parts = [_worlds(runner, oracle, seeds, steps, result), _probes(bench, result, frozenset(sought))]
     for part in reversed(parts) if probes_first else parts:
         for _ in part:
             if enough is not None and enough(result):
@@ -126,6 +97,8 @@ def _worlds(
     runner: RunnerFactory, oracle: RunnerFactory, seeds: Sequence[int], steps: int, result: Evaluation
 ) -> Iterator[None]:
     """Run the worlds one by one; comes back after each."""
+    if not set(RECORDED) <= result.info.capabilities or not any(map(result.asks, WORLD_CLAUSES)):
+        return
     for seed in seeds:
         for kind in KINDS:
             if not can_run(kind, result.info.capabilities):
@@ -140,27 +113,52 @@ def _worlds(
                 yield
 
 
-def _probes(bench: Bench, result: Evaluation) -> Iterator[None]:
-    """Run the probes one by one; comes back after each."""
-    for probe in PROBES:
+def _probes(bench: Bench, result: Evaluation, sought: frozenset[str]) -> Iterator[None]:
+    """Run the probes one by one, those that speak of a sought clause first; comes back after each."""
+    for probe in _in_order(sought):
+        clauses = clauses_of(probe)
+        if clauses is not None and not any(map(result.asks, clauses)):
+            continue
         try:
-            result.note(probe(bench))
+            result.note(probe(bench), probe.__name__)
         except Exception as e:
-            result.errors.append(EvaluationError(probe.__name__, repr(e), traceback.format_exc()))
+            error = EvaluationError(probe.__name__, repr(e), traceback.format_exc(), clauses or frozenset())
+            result.errors.append(error)
         yield
 
 
-def _skipped(clauses: Iterable[Clause], offered: frozenset[Capability]) -> dict[str, tuple[str, ...]]:
-    return {c.id: missing for c in clauses if (missing := c.missing(offered))}
+def _in_order(sought: frozenset[str]) -> list[Callable[[Bench], dict[str, list[Mismatch]]]]:
+    """All probes. Where something is sought, first those that speak of it, then those that speak of many clauses."""
+    if not sought:
+        return list(PROBES)
+    return sorted(PROBES, key=lambda p: (sought.isdisjoint(clauses_of(p) or ()), -len(clauses_of(p) or ())))
+
+
+def _begin(info: RunnerInfo, runner: RunnerFactory, selected: frozenset[str] | None) -> Evaluation:
+    """An evaluation that knows what does not apply to this runner."""
+    result = Evaluation(info, selected)
+    clauses = load_clauses().values()
+    result.skipped = {c.id: missing for c in clauses if (missing := c.missing(info.capabilities))}
+    if Capability.STAGES not in info.capabilities:
+        return result
+    try:
+        offered = load_stages(runner).stages.keys()
+    except Exception as e:  # foreign code; without a list no clause about stages can be tested
+        result.errors.append(EvaluationError("the list of stages", repr(e), traceback.format_exc()))
+        return result
+    result.unjudged_stages = tuple(sorted(offered - stages_judged()))
+    for c in clauses:
+        lacking = stages_lacking(c.id, offered)
+        if lacking:
+            result.skipped[c.id] = (*result.skipped.get(c.id, ()), *lacking)
+    return result
 
 
 def can_run(kind: str, offered: frozenset[Capability]) -> bool:
     """Whether worlds of this kind ask only for what is offered."""
-    needs = {
-        "groups": {Capability.MULTI_GROUP, Capability.SLIDING_WINDOW},
-        "drafts": {Capability.DRAFT_LAYOUT, Capability.FORCED_STEP},
-    }
-    return needs.get(kind, set()) <= offered
+    if kind == "groups":
+        return bool(GROUPS & offered)
+    return kind != "drafts" or {Capability.DRAFT_LAYOUT, Capability.FORCED_STEP} <= offered
 
 
 def record_parts(offered: frozenset[Capability]) -> frozenset[str]:
@@ -257,8 +255,10 @@ class StepJudge:
 
     def _in_candidates_order(self, step: PlannedStep) -> ForcedStep | None:
         """The imposed outcome by the candidate's own batch order, so that a wrong order is found and not a crash."""
+        if step.forced is None:
+            return None
         order, ids = step.truth.order, self.candidate.last_step().req_ids
-        if step.forced is None or ids == order or sorted(ids) != sorted(order):
+        if ids == order or sorted(ids) != sorted(order):
             return step.forced
         index = [order.index(r) for r in ids]
         f = step.forced

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from conformance.context import Mismatch
+from conformance.probe import RECORDED, probe
 from conformance.sampling_probes import watched
 from conformance.sampling_truth import after_grammar
 from conformance.scene import VOCAB, Actor, Scene, differs, row_differences, row_faults
@@ -29,11 +30,10 @@ def packed(allowed: np.ndarray, random: np.random.Generator) -> np.ndarray:
     return np.packbits(bits, axis=1, bitorder="little").view("<i4").astype(np.int32)
 
 
+@probe("GRAMMAR-001 GRAMMAR-002 GRAMMAR-005 GRAMMAR-008", *RECORDED, Capability.GRAMMAR, Capability.FORCED_STEP)
 def masks_belong_to_their_requests(bench: Bench) -> Found:
     """Two of four requests have masks, listed against the batch's order; then nobody has one."""
     offered = bench.capabilities
-    if not {Capability.GRAMMAR, Capability.FORCED_STEP} <= offered:
-        return {}
     greedy, formed = SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, structured_outputs=FORM)
     random = np.random.default_rng(6)
     kinds = {"a": greedy, "m": formed, "c": greedy, "k": formed, "free": formed}
@@ -77,11 +77,10 @@ def _scored_behind_the_mask(bench: Bench) -> Found:
     return {RAW: row_differences(RAW, "raw_logits", "a", seen, after_grammar(logits, history))}
 
 
+@probe("GRAMMAR-003 GRAMMAR-004", *RECORDED, Capability.GRAMMAR, Capability.FORCED_STEP, Capability.DRAFT_LAYOUT)
 def masks_behind_drafts(bench: Bench) -> Found:
     """Requests with three, one and no drafts, each with four mask rows; those of rows that do not exist ban it all."""
     offered = bench.capabilities
-    if not {Capability.GRAMMAR, Capability.FORCED_STEP, Capability.DRAFT_LAYOUT} <= offered:
-        return {}
     random = np.random.default_rng(8)
     formed = SamplingParams(temperature=0.0, structured_outputs=FORM)
     drafts = {"one": 1, "all": 3, "none": 0, "loose": 2}
@@ -112,11 +111,10 @@ def masks_behind_drafts(bench: Bench) -> Found:
     return found
 
 
+@probe("GRAMMAR-006", *RECORDED, Capability.GRAMMAR, Capability.MIN_TOKENS, Capability.FORCED_STEP)
 def stops_come_back(bench: Bench) -> Found:
     """min_tokens over a mask that leaves stop tokens alone: they come back for a request with a form."""
     offered = bench.capabilities
-    if not {Capability.GRAMMAR, Capability.MIN_TOKENS, Capability.FORCED_STEP} <= offered:
-        return {}
     asks: dict[str, Any] = {"temperature": 0.0, "min_tokens": 3, "stop_token_ids": (11, 49), "structured_outputs": FORM}
     params = {"only-stops": asks, "more": asks, "one-stop": {**asks, "stop_token_ids": (11, 12)}}
     actors = [Actor(i, [3, 4], watched(bench, SamplingParams(**p)), eos_token_ids=(20,)) for i, p in params.items()]
@@ -139,10 +137,9 @@ def stops_come_back(bench: Bench) -> Found:
     return {STOPS: wrong}
 
 
+@probe("GRAMMAR-007 ERR-049 ERR-101", *RECORDED, Capability.PLAN_VALIDATION, Capability.GRAMMAR)
 def misfits_are_refused(bench: Bench) -> Found:
     """Masks of nobody, of another width, of another number: refused with their code, and the step still waits."""
-    if Capability.GRAMMAR not in bench.capabilities:
-        return {}
     formed = SamplingParams(temperature=0.0, structured_outputs=FORM)
     scene, twin = (Scene(bench.runner, bench.capabilities, [Actor("a", [3, 4], formed)]) for _ in range(2))
     ones = np.full((2, WORDS), -1, np.int32)

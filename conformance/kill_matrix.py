@@ -11,22 +11,30 @@ import argparse
 import json
 import multiprocessing
 import os
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from conformance.mutants import KINDS, MUTANTS, Mutant
 from conformance.mutation import mutated
 from runner_api.errors import ConfigError, UnknownNameError
+from runner_api.loader import load_factory
 
 T = TypeVar("T")
 # A mutant that is not noticed with the plans of the first seed gets the next ones.
 SEEDS = (0, 1, 2)
 STEPS = 20
+# By runner, where kernels may be interpreted and a step takes a hundred times as long: (seeds, steps).
+SIZES: dict[str, tuple[tuple[int, ...], int]] = {"gpu": ((0, 1), 8)}
 # So many clauses that a mutant does not name must have been tested before an evaluation is cut short.
 ENOUGH_OTHERS = 40
+# So many clauses without a mutant are listed by name.
+SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +136,27 @@ def findings_of(
     try:
         seen = LAWS.keys() | TRACKED
         first = any((c not in seen and "-STATE-" not in c) or "-LOGPROB-" in c for c in named)
-        found = evaluate(runner, seeds=tuple(seeds), steps=steps, probes_first=first, enough=enough, layout=layout)
+        factory = load_factory(runner)  # brings triton, if it needs that
+        with fast_kernels():
+            found = evaluate(
+                factory, seeds=tuple(seeds), steps=steps, probes_first=first, enough=enough, layout=layout, sought=named
+            )
         return so_far(found)
     except Exception as x:  # a mutant that the judge cannot stand is one that the judge has not named
         return Findings(errors=(f"in the judge itself: {x!r}",))
+
+
+@contextmanager
+def fast_kernels() -> Iterator[None]:
+    """Inside it interpreted kernels take half the time; nothing changes where none are interpreted."""
+    if "triton" not in sys.modules:
+        yield
+        return
+    from conformance.triton_sanitizer import fast_interpreter
+    from conformance.triton_sanitizer.versions import interpreting
+
+    with fast_interpreter() if interpreting() else nullcontext():
+        yield
 
 
 def try_mutant(runner: str, mutant: Mutant, seeds: Sequence[int], steps: int, broken: frozenset[str]) -> Verdict:
@@ -152,12 +177,14 @@ def run_matrix(
     runner: str,
     *,
     mutants: Iterable[Mutant] | None = None,
-    seeds: Sequence[int] = SEEDS,
-    steps: int = STEPS,
+    seeds: Sequence[int] | None = None,
+    steps: int | None = None,
     jobs: int | None = None,
     progress: Callable[[Verdict], None] | None = None,
 ) -> KillMatrix:
     """Every mutant of `runner`, in `jobs` processes (one per core if None; 1 = in this process).
+
+    seeds, steps: of the worlds; None: as this runner's speed allows.
 
     Raises: `UnknownNameError` for a runner that has no mutants, `ConfigError` for a mutant whose text is gone.
     """
@@ -168,6 +195,8 @@ def run_matrix(
             raise UnknownNameError("runner with mutants", runner, MUTANTS, field="runner")
         mutants = MUTANTS[runner]
     mutants = tuple(mutants)
+    usual = SIZES.get(runner, (SEEDS, STEPS))
+    seeds, steps = usual[0] if seeds is None else seeds, usual[1] if steps is None else steps
     layouts = sorted({m.layout for m in mutants})
     jobs = jobs or os.cpu_count() or 1
     sound = dict(
@@ -175,7 +204,7 @@ def run_matrix(
     )
     tasks = [(runner, m, tuple(seeds), steps, sound[m.layout].failed) for m in mutants]
     verdicts = []
-    for verdict in _spread(_try_task, tasks, jobs):
+    for verdict in _spread(_try_task, tasks, jobs, _died):
         verdicts.append(verdict)
         if progress is not None:
             progress(verdict)
@@ -194,19 +223,54 @@ def _soundness(task: tuple[str, Sequence[int], int, str]) -> Findings:
     return findings_of(runner, seeds, steps, frozenset(), frozenset(), layout)
 
 
-def _try_task(task: tuple[str, Mutant, tuple[int, ...], int, frozenset[str]]) -> Verdict:
+Task = tuple[str, Mutant, tuple[int, ...], int, frozenset[str]]
+
+
+def _try_task(task: Task) -> Verdict:
     return try_mutant(*task)
 
 
-def _spread(work: Callable[[Any], T], tasks: list[Any], jobs: int) -> Iterable[T]:
-    """Answers in the order of the tasks, as they become known."""
+def _died(task: Task) -> Verdict:
+    """A mutant that takes its process with it has not been noticed by any clause."""
+    return Verdict(task[1].id, False, "its process died: it reads or writes outside of its arrays, perhaps", (), 0.0)
+
+
+def _spread(
+    work: Callable[[Any], T], tasks: list[Any], jobs: int, died: Callable[[Any], T] | None = None
+) -> Iterable[T]:
+    """Answers in the order of the tasks, as they become known.
+
+    died: the answer for a task whose process ends (on a GPU that is what an access out of bounds does); None: raised.
+    """
     if jobs == 1 or len(tasks) < 2:
         yield from map(work, tasks)
         return
-    # Fresh processes: a forked child of a program that holds a GPU or threads is not usable.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=context) as pool:
-        yield from pool.map(work, tasks)
+    known = 0
+    try:
+        with _processes(min(jobs, len(tasks))) as pool:
+            for answer in pool.map(work, tasks):
+                known += 1
+                yield answer
+    except BrokenProcessPool:
+        if died is None:
+            raise
+    # A process that ends takes the whole pool with it: what is left gets a pool for each task.
+    with ThreadPoolExecutor(jobs) as threads:
+        yield from threads.map(lambda task: _alone(work, task, died), tasks[known:])
+
+
+def _alone(work: Callable[[Any], T], task: Any, died: Callable[[Any], T] | None) -> T:
+    try:
+        with _processes(1) as pool:
+            return pool.submit(work, task).result()
+    except BrokenProcessPool:
+        assert died is not None
+        return died(task)
+
+
+def _processes(number: int) -> ProcessPoolExecutor:
+    """Fresh ones: a forked child of a program that holds a GPU or threads is not usable."""
+    return ProcessPoolExecutor(number, mp_context=multiprocessing.get_context("spawn"))
 
 
 def run_mutants(args: argparse.Namespace) -> int:
@@ -244,7 +308,9 @@ def _print_summary(matrix: KillMatrix, by_id: dict[str, Mutant]) -> None:
         print(f"  should fail {', '.join(m.clauses)}; {v.reason}")
     if matrix.broken_clauses:
         print(f"\nthe unchanged runner fails {', '.join(matrix.broken_clauses)}; these clauses can kill nothing")
-    if matrix.unproven_clauses:
+    if len(matrix.unproven_clauses) > SHOWN:
+        print(f"\n{len(matrix.unproven_clauses)} clauses have no mutant of {matrix.runner} (--json lists them)")
+    elif matrix.unproven_clauses:
         print(f"\nclauses without a mutant: {', '.join(matrix.unproven_clauses)}")
     killed = len(matrix.verdicts) - len(matrix.survivors)
     print(f"\n{killed} of {len(matrix.verdicts)} mutants of {matrix.runner} killed in {matrix.seconds:.1f} s")

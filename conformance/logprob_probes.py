@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from conformance.context import Mismatch
+from conformance.probe import RECORDED, probe
 from conformance.sampling_truth import RowHistory, after_grammar, columns_of, log_softmax, processed
 from conformance.scene import MODEL, VOCAB, Actor, Scene, Sight, differs, row_differences, servable
 from conformance.truth import witness_logits
@@ -33,11 +34,10 @@ def scores_of(raw: np.ndarray, history: RowHistory, mode: str) -> np.ndarray:
 # -- of tokens ----------------------------------------------------------------------------------------------------
 
 
+@probe("LOGPROB-001..LOGPROB-009", *RECORDED, Capability.LOGPROBS, Capability.FORCED_STEP)
 def log_probabilities_are_right(bench: Bench) -> Found:
     """One step on imposed logits in each mode: requests that ask for none, few, listed and all tokens."""
     offered = bench.capabilities
-    if not {Capability.LOGPROBS, Capability.FORCED_STEP} <= offered:
-        return {}
     found: Found = {}
     for n, mode in enumerate(LOGPROBS_MODES):
         asks: dict[str, dict[str, Any]] = {
@@ -121,11 +121,9 @@ PROMPTS = {
 }
 
 
+@probe("LOGPROB-011..LOGPROB-015", *RECORDED, Capability.PROMPT_LOGPROBS)
 def prompts_are_scored(bench: Bench) -> Found:
     """Prompts whole and in chunks, behind a prefix, interrupted, and of requests that come back with outputs."""
-    offered = bench.capabilities
-    if Capability.PROMPT_LOGPROBS not in offered:
-        return {}
     found: Found = {SCORED: [], CHUNKED: [], ONCE: [], PREFIX: [], AGAIN: []}
     # 1 in one step, and one token each after that
     scene = _prompts(bench)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from conformance.context import Mismatch
+from conformance.probe import RECORDED, probe
 from conformance.sampling_truth import RowHistory
 from conformance.scene import MODEL, VOCAB, Actor, Scene, Sight, differs, row_differences, row_faults, scores_noise
 from conformance.truth import witness_logits
@@ -23,11 +24,10 @@ NAN, NO_TOKEN = int(SampleFault.NAN), int(SampleFault.NO_TOKEN)
 # -- faults -------------------------------------------------------------------------------------------------------
 
 
+@probe("SAMPLE-043 SAMPLE-045", *RECORDED, Capability.FORCED_STEP, Capability.SAMPLE_FAULTS)
 def nan_rows_have_a_fault(bench: Bench) -> Found:
     """Imposed logits that hold a NaN: one row keeps it to the end, another loses it on the way; both among others."""
     fault, near = "MR-SAMPLE-043", "MR-SAMPLE-045"
-    if not {Capability.FORCED_STEP, Capability.SAMPLE_FAULTS} <= bench.capabilities:
-        return {}
     offered = bench.capabilities
     random = {"temperature": 1.0} if Capability.SEEDED_SAMPLING in offered else {"temperature": 0.0}
     asks: dict[str, dict[str, Any]] = {"nan": random, "greedy-nan": {}, "b": random, "c": {}}
@@ -63,11 +63,11 @@ def nan_rows_have_a_fault(bench: Bench) -> Found:
     return found
 
 
+@probe(
+    "SAMPLE-044..SAMPLE-046", *RECORDED, Capability.SAMPLE_FAULTS, Capability.ALLOWED_TOKEN_IDS, Capability.BAD_WORDS
+)
 def rows_without_a_token_have_a_fault(bench: Bench) -> Found:
     """Two allowed tokens, both of them bad words: the request gets an error, its neighbours what they always get."""
-    needs = {Capability.SAMPLE_FAULTS, Capability.ALLOWED_TOKEN_IDS, Capability.BAD_WORDS}
-    if not needs <= bench.capabilities:
-        return {}
     fault, near, early = "MR-SAMPLE-044", "MR-SAMPLE-045", "MR-SAMPLE-046"
     stuck = SamplingParams(temperature=0.0, allowed_token_ids=(3, 4), bad_words_token_ids=((3,), (4,)))
     free = SamplingParams(temperature=1.0 if Capability.SEEDED_SAMPLING in bench.capabilities else 0.0)
@@ -113,11 +113,10 @@ def _fed(sight: Sight, req_id: str) -> int | None:
 # -- traces -------------------------------------------------------------------------------------------------------
 
 
+@probe("SAMPLE-047 SAMPLE-048 LOGPROB-010", *RECORDED, Capability.TRACE_REPLAY)
 def traces_are_replayed(bench: Bench) -> Found:
     """One request replays three tokens, is away behind the second, and then draws for itself; beside two others."""
     offered = bench.capabilities
-    if Capability.TRACE_REPLAY not in offered:
-        return {}
     token, back, scored = "MR-SAMPLE-047", "MR-SAMPLE-048", "MR-LOGPROB-010"
     random = {"temperature": 1.0} if Capability.SEEDED_SAMPLING in offered else {"temperature": 0.0}
     counted = {"logprobs": 2} if Capability.LOGPROBS in offered else {}
@@ -226,11 +225,10 @@ class Recorder:
 SCHEDULE = ("pqr", "pqr", "qr", "qr", "pr", "rp")
 
 
+@probe("SAMPLE-049..SAMPLE-052", *RECORDED, Capability.LOGITS_PROCESSORS)
 def processors_are_told(bench: Bench) -> Found:
     """A recording processor through adds, tokens, a preemption, a resumption and a finish."""
     offered = bench.capabilities
-    if Capability.LOGITS_PROCESSORS not in offered:
-        return {}
     rows_told, tokens_told, edits, refused = (f"MR-SAMPLE-{n:03}" for n in (49, 50, 51, 52))
     made: list[Recorder] = []
 

@@ -22,12 +22,14 @@ from conformance.grammar_probes import (
 )
 from conformance.harness import build_runner
 from conformance.logprob_probes import log_probabilities_are_right, prompts_are_scored
+from conformance.metamorphic import greedy_tokens_are_the_models, retold_stories
 from conformance.outcome_probes import (
     nan_rows_have_a_fault,
     processors_are_told,
     rows_without_a_token_have_a_fault,
     traces_are_replayed,
 )
+from conformance.probe import RECORDED, probe
 from conformance.sampling_probes import (
     circumstances_change_nothing,
     drafts_count_as_said,
@@ -157,6 +159,7 @@ def bad_plans() -> dict[str, tuple[SchedulerOutput, BatchDescriptor | None]]:
 # -- the probes -----------------------------------------------------------------------------------------------
 
 
+@probe("ERR-001 ERR-020..ERR-043 ERR-046..ERR-048 ERR-101", Capability.GENERATE, Capability.PLAN_VALIDATION)
 def impossible_plans_are_refused(bench: Bench) -> Found:
     """Each bad plan: refused with PlanError, state as before, the clause's own code, and the next step goes on."""
     found: Found = {"MR-ERR-101": []}
@@ -192,10 +195,9 @@ def impossible_plans_are_refused(bench: Bench) -> Found:
     return found
 
 
+@probe("ERR-044 ERR-045 ERR-101", Capability.GENERATE, Capability.PLAN_VALIDATION, Capability.FORCED_STEP)
 def impossible_outcomes_are_refused(bench: Bench) -> Found:
     """Each bad outcome: refused with PlanError, and the step still waits and draws what it would have drawn."""
-    if Capability.FORCED_STEP not in bench.capabilities:
-        return {}
     plan = plan_of(new("a", [1, 2, 3], [1]))
     token, one = np.array([[5]], np.int64), np.array([1], np.int32)
     outcomes = (
@@ -227,10 +229,9 @@ def impossible_outcomes_are_refused(bench: Bench) -> Found:
     return found
 
 
+@probe("ERR-050 ERR-101", Capability.GENERATE, Capability.PLAN_VALIDATION, Capability.MIN_TOKENS)
 def too_many_stop_tokens_are_refused(bench: Bench) -> Found:
     """One more end of the model than the table by row has room for; where nothing is held back it does not matter."""
-    if Capability.MIN_TOKENS not in bench.capabilities:
-        return {}
     model = WitnessConfig(2 * MAX_STOP_TOKEN_IDS, (WitnessGroup(4),))
     runner = build_runner(bench.runner, model, CONFIG, NUM_BLOCKS)[0]
     ends = tuple(range(MAX_STOP_TOKEN_IDS + 1))
@@ -252,6 +253,7 @@ def too_many_stop_tokens_are_refused(bench: Bench) -> Found:
     return found
 
 
+@probe("ERR-002 ERR-003", Capability.GENERATE, Capability.PLAN_VALIDATION)
 def calls_out_of_order_are_refused(bench: Bench) -> Found:
     found: Found = {"MR-ERR-002": [], "MR-ERR-003": []}
 
@@ -271,7 +273,8 @@ def calls_out_of_order_are_refused(bench: Bench) -> Found:
     bare.load_model(MODEL)
     refused("execute_model", lambda: bare.execute_model(step))
     runner, twin = bench.fresh(), bench.fresh()
-    refused("last_step", runner.last_step)
+    if Capability.STEP_RECORD in bench.capabilities:
+        refused("last_step", runner.last_step)
     refused("sample_tokens", runner.sample_tokens)
     runner.execute_model(step)
     refused("execute_model", lambda: runner.execute_model(plan_of(cached={"a": (3, None)})))
@@ -286,6 +289,7 @@ def calls_out_of_order_are_refused(bench: Bench) -> Found:
     return found
 
 
+@probe("ERR-005", Capability.GENERATE)
 def capabilities_not_offered_are_refused(bench: Bench) -> Found:
     """Every sampling parameter whose capability is missing raises CapabilityError when a request asks for it.
 
@@ -318,10 +322,9 @@ def capabilities_not_offered_are_refused(bench: Bench) -> Found:
     return {"MR-ERR-005": found}
 
 
+@probe("ASYNC-002", Capability.GENERATE, Capability.ASYNC_OUTPUT)
 def late_output_is_the_same(bench: Bench) -> Found:
     """Take the first step's output after two more steps, with another request moving into the same row."""
-    if Capability.ASYNC_OUTPUT not in bench.capabilities:
-        return {}
     runner, twin = bench.fresh(), bench.fresh()
     first = plan_of(new("a", [1, 2, 3], [1]), new("b", [4, 5, 6], [2]))
     second = plan_of(new("c", [9, 8], [3]), cached={"b": (3, None)}, finished_req_ids=frozenset({"a"}))
@@ -335,6 +338,7 @@ def late_output_is_the_same(bench: Bench) -> Found:
     return {"MR-ASYNC-002": wrong}
 
 
+@probe("ASYNC-003", Capability.GENERATE)
 def plans_are_copied(bench: Bench) -> Found:
     """Overwrite every list of the plan between the two calls and after them; the tokens stay what they were."""
     runner, twin = bench.fresh(), bench.fresh()
@@ -351,9 +355,8 @@ def plans_are_copied(bench: Bench) -> Found:
     return {"MR-ASYNC-003": wrong}
 
 
+@probe("STATE-005 STATE-010", Capability.GENERATE, Capability.STATE_DIGEST)
 def unknown_ids_change_nothing(bench: Bench) -> Found:
-    if Capability.STATE_DIGEST not in bench.capabilities:
-        return {}
     runner, twin = bench.fresh(), bench.fresh()
     empty = runner.state_digest()
     two_live(runner)
@@ -375,10 +378,9 @@ def unknown_ids_change_nothing(bench: Bench) -> Found:
     return found
 
 
+@probe("SAMPLE-011", Capability.GENERATE, Capability.SEEDED_SAMPLING)
 def neighbours_do_not_matter(bench: Bench) -> Found:
     """One seeded request, alone in the last row and among two others in another row and other blocks."""
-    if Capability.SEEDED_SAMPLING not in bench.capabilities:
-        return {}
     params = SamplingParams(temperature=1.0)
     prompt, seed = [5, 4, 3], 2**62 + 11
 
@@ -399,9 +401,8 @@ def neighbours_do_not_matter(bench: Bench) -> Found:
     return {"MR-SAMPLE-011": wrong}
 
 
+@probe("POST-002", *RECORDED, Capability.FORCED_STEP)
 def forced_tokens_enter_the_state(bench: Bench) -> Found:
-    if Capability.FORCED_STEP not in bench.capabilities:
-        return {}
     runner, twin = bench.fresh(), bench.fresh()
     own = run(twin, plan_of(new("a", [1, 2, 3], [1])))["a"][0]
     imposed = (own + 1) % MODEL.vocab_size
@@ -419,10 +420,9 @@ def forced_tokens_enter_the_state(bench: Bench) -> Found:
     return {"MR-POST-002": wrong}
 
 
+@probe("ERR-001", Capability.GENERATE, Capability.PLAN_VALIDATION, Capability.STATE_DIGEST)
 def a_refused_plan_is_not_begun(bench: Bench) -> Found:
     """A plan whose fault shows last, in its total: what it finishes and adds must not have happened."""
-    if Capability.STATE_DIGEST not in bench.capabilities:
-        return {}
     runner = bench.fresh()
     two_live(runner)
     before = dict(runner.state_digest())
@@ -439,6 +439,7 @@ def a_refused_plan_is_not_begun(bench: Bench) -> Found:
     return {"MR-ERR-001": wrong}
 
 
+@probe("STATE-007", *RECORDED)
 def plans_without_tokens_change_rows(bench: Bench) -> Found:
     """`a` leaves by a plan without tokens, or by the plan that adds `c`: the same rows and tokens either way."""
     runner, twin = bench.fresh(), bench.fresh()
@@ -452,10 +453,9 @@ def plans_without_tokens_change_rows(bench: Bench) -> Found:
     return {"MR-STATE-007": wrong}
 
 
+@probe("SAMPLE-001", *RECORDED, Capability.FORCED_STEP)
 def ties_go_to_the_lowest_id(bench: Bench) -> Found:
     """Imposed logits with two equal maxima; the record tells what the runner itself would have drawn."""
-    if Capability.FORCED_STEP not in bench.capabilities:
-        return {}
     runner = bench.fresh()
     logits = np.zeros((1, MODEL.vocab_size), np.float32)
     logits[0, [7, 20]] = 1.0
@@ -473,5 +473,6 @@ PROBES: tuple[Callable[[Bench], Found], ...] = (
     ties_go_to_the_lowest_id, stages_alone, parameters_do_what_they_say, drafts_count_as_said,
     circumstances_change_nothing, nan_rows_have_a_fault, rows_without_a_token_have_a_fault, traces_are_replayed,
     processors_are_told, log_probabilities_are_right, prompts_are_scored, masks_belong_to_their_requests,
-    masks_behind_drafts, stops_come_back, misfits_are_refused,
+    masks_behind_drafts, stops_come_back, misfits_are_refused, retold_stories,
+    greedy_tokens_are_the_models,
 )  # fmt: skip

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from conformance.context import Mismatch
+from conformance.probe import RECORDED, probe
 from conformance.sampling_truth import RowHistory, thinking_token
 from conformance.scene import REASONING, VOCAB, Actor, Scene, differs, row_faults, servable
 from runner_api import BatchDescriptor, Capability, CUDAGraphMode, SamplingParams
@@ -117,10 +118,9 @@ WISHES: tuple[Wish, ...] = (
 MANY_STEPS = 6
 
 
+@probe("SAMPLE-013..SAMPLE-034 SAMPLE-042", *RECORDED, Capability.FORCED_STEP)
 def parameters_do_what_they_say(bench: Bench) -> Found:
     """Every wish of `WISHES` that the runner can serve, six steps long, in one batch."""
-    if Capability.FORCED_STEP not in bench.capabilities:
-        return {}
     wishes = {f"{i}": w for i, w in enumerate(WISHES) if servable(w.params(), bench.capabilities)}
     scene = Scene(bench.runner, bench.capabilities, _actors(bench, wishes), **_showing(bench))
     random = np.random.default_rng(2)
@@ -185,11 +185,10 @@ DRAFTED: tuple[tuple[Wish, Sequence[int]], ...] = (
 )  # fmt: skip
 
 
+@probe("SAMPLE-035", *RECORDED, Capability.FORCED_STEP, Capability.DRAFT_LAYOUT)
 def drafts_count_as_said(bench: Bench) -> Found:
     """Three drafts behind two outputs: the draw after each row is that of a request which had put them out."""
     clause = "MR-SAMPLE-035"
-    if not {Capability.FORCED_STEP, Capability.DRAFT_LAYOUT} <= bench.capabilities:
-        return {}
     wishes = {f"{i}": w for i, (w, _) in enumerate(DRAFTED) if servable(w.params(), bench.capabilities)}
     drafts = {i: list(DRAFTED[int(i)][1]) for i in wishes}
     actors = [Actor(i, w.prompt, w.params(), w.seed) for i, w in wishes.items()]
@@ -288,6 +287,7 @@ def _padded(scene: Scene, counts: dict[str, int], pad: tuple[int, int] | None) -
     return BatchDescriptor(CUDAGraphMode.FULL, min(tokens + pad[0], scene.config.max_num_batched_tokens), reqs)
 
 
+@probe("SAMPLE-036..SAMPLE-041 LOGPROB-016", *RECORDED)
 def circumstances_change_nothing(bench: Bench) -> Found:
     """The same requests in another order, in other rows, in chunks, with an absence, padded, in rows that were used."""
 

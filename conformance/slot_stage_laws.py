@@ -23,8 +23,8 @@ def slot_laws(candidate: StageSet, random: np.random.Generator) -> Found:
     """The laws on one random cache; those whose stages the candidate does not list are not judged."""
     cache = _Cache(candidate, random)
     found: Found = {}
-    for law, stages in ((cache.two_views, {MAP, SLOTS}), (cache.growing_row, {MAP}), (cache.ranks, {SLOTS, LOCAL})):
-        if stages <= candidate.stages.keys():
+    for law in (cache.two_views, cache.growing_row, cache.ranks):
+        if STAGES_OF[law.__name__] <= candidate.stages.keys():
             try:
                 found |= law()
             except Exception as e:  # every call is legal
@@ -35,6 +35,11 @@ def slot_laws(candidate: StageSet, random: np.random.Generator) -> Found:
 
 
 LAWS_OF = {"two_views": (SAME_SLOTS,), "growing_row": (GROWS,), "ranks": (ONE_OWNER, LOCAL_SLOTS, LENGTHS)}
+STAGES_OF = {
+    "two_views": frozenset({MAP, SLOTS}), "growing_row": frozenset({MAP}), "ranks": frozenset({SLOTS, LOCAL})
+}  # fmt: skip
+# Clause id to the stages that its law runs.
+STAGES_OF_LAWS = {clause_id: STAGES_OF[law] for law, clauses in LAWS_OF.items() for clause_id in clauses}
 
 
 def _wrong(clause: str, field: str, got: np.ndarray, expected: np.ndarray) -> list[Mismatch]:

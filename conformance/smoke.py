@@ -1,17 +1,29 @@
-"""The least that a runner must do before it is worth judging: one request, one token, an empty step, a finish."""
+"""The least that a runner must do before it is worth judging.
+
+One that runs whole steps: one request, one token, an empty step, a finish. One that offers stages alone: its first
+stage on one small batch.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from conformance.harness import build_runner
+from conformance.stage_cases import draw_cases
 from runner_api import (
     CachedRequestData,
+    Capability,
     NewRequestData,
     RunnerConfig,
     SamplingParams,
     SchedulerOutput,
     WitnessConfig,
     WitnessGroup,
+    load_stages,
 )
+from runner_api.loader import call_factory
 from runner_api.protocol import RunnerFactory
 
 ADVICE = "The adapter itself is at fault, not a clause: mend this step first, the clauses would all fail for it."
@@ -19,6 +31,18 @@ ADVICE = "The adapter itself is at fault, not a clause: mend this step first, th
 
 def smoke(runner: str | RunnerFactory) -> str | None:
     """None if the runner comes through; otherwise what went wrong in which step."""
+    try:
+        offered = call_factory(runner, RunnerConfig(max_num_reqs=2)).describe().capabilities
+    except Exception as e:
+        return f"build the runner: {type(e).__name__}: {e}"
+    if Capability.GENERATE in offered:
+        return _whole_steps(runner, offered)
+    if Capability.STAGES in offered:
+        return _first_stage(runner)
+    return "read its capabilities: it offers neither whole steps (generate) nor stages (stages); nothing can be judged"
+
+
+def _whole_steps(runner: str | RunnerFactory, offered: frozenset[Capability]) -> str | None:
     stage = "build the runner and load the witness model"
     try:
         config = RunnerConfig(max_num_reqs=2, max_num_batched_tokens=8, max_model_len=16)
@@ -33,10 +57,11 @@ def smoke(runner: str | RunnerFactory) -> str | None:
         stage = "decode one token"
         built.execute_model(SchedulerOutput([], CachedRequestData(["a"], [3], [None], [1]), {"a": 1}, 1))
         built.sample_tokens().get_output()
-        stage = "read the record of the step"
-        record = built.last_step()
-        if record.input_ids.tolist() != list(tokens["a"]):
-            return f"{stage}: input_ids {record.input_ids.tolist()!r}, expected the token drawn before, {tokens['a']!r}"
+        if Capability.STEP_RECORD in offered:
+            stage = "read the record of the step"
+            fed = built.last_step().input_ids.tolist()
+            if fed != list(tokens["a"]):
+                return f"{stage}: input_ids {fed!r}, expected the token drawn before, {tokens['a']!r}"
         stage = "run an empty step that finishes the request"
         output = built.execute_model(SchedulerOutput(finished_req_ids=frozenset({"a"})))
         if output is None or getattr(output, "req_ids", None) != ():
@@ -46,3 +71,32 @@ def smoke(runner: str | RunnerFactory) -> str | None:
     except Exception as e:
         return f"{stage}: {type(e).__name__}: {e}"
     return None
+
+
+def _first_stage(runner: str | RunnerFactory) -> str | None:
+    """Its outputs must come back, in the shapes and types in which they went in."""
+    stage = "list the stages"
+    try:
+        stages = load_stages(runner)
+        cases = [
+            case for case in draw_cases(np.random.default_rng(0), load_stages("cpu")) if case.stage in stages.stages
+        ]
+        if not cases:
+            return f"{stage}: {', '.join(sorted(stages.stages)) or 'none'}; no clause speaks of any of these"
+        order = list(stages.stages)
+        case = min(cases, key=lambda c: order.index(c.stage))
+        stage = f"run stage {case.stage} on one batch"
+        got = stages.run(case.stage, **case.arrays)
+        for name in {region[1] for region in case.regions}:
+            if _shape(got.get(name)) != _shape(case.arrays[name]):
+                return f"{stage}: {name} came back as {_shape(got.get(name))}, expected {_shape(case.arrays[name])}"
+    except Exception as e:
+        return f"{stage}: {type(e).__name__}: {e}"
+    return None
+
+
+def _shape(value: Any) -> str:
+    """Types and shapes in words; those of each array in a list."""
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_shape, value))
+    return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__

@@ -7,13 +7,15 @@ not list is not judged.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from conformance.context import MOST_MISMATCHES, Mismatch
-from conformance.slot_stage_laws import slot_laws
+from conformance.probe import probe
+from conformance.slot_stage_laws import STAGES_OF_LAWS, slot_laws
 from conformance.stage_case import VALUES, StageCase
 from conformance.stage_cases import draw_cases
 from runner_api import Capability, StageSet, load_stages
@@ -25,12 +27,10 @@ if TYPE_CHECKING:
 BATCHES = 3
 
 
+@probe("STAGE-001..STAGE-009 SLOT-005..SLOT-009 DCP-001..DCP-008", Capability.STAGES)
 def stages_alone(bench: Bench) -> dict[str, list[Mismatch]]:
     """The probe: the candidate's stages on a few batches, beside the `cpu` runner's."""
-    if Capability.STAGES not in bench.capabilities:
-        return {}
-    runner: Any = bench.runner
-    candidate = load_stages(runner) if isinstance(runner, str) else runner.stages()
+    candidate = load_stages(bench.runner)
     found: dict[str, list[Mismatch]] = {}
     for seed in range(BATCHES):
         for clause_id, mismatches in _judge(candidate, _oracles_cases(seed), seed).items():
@@ -49,6 +49,37 @@ Solved = tuple[tuple[StageCase, dict[str, Any]], ...]  # calls, and what they mu
 def _solved(oracle: StageSet, seed: int) -> Solved:
     cases = draw_cases(np.random.default_rng(seed), oracle)
     return tuple((case, oracle.run(case.stage, **case.arrays)) for case in cases)
+
+
+@cache
+def stages_of_clauses() -> dict[str, tuple[frozenset[str], ...]]:
+    """Clause id to the sets of stages that put it to the test: one of them is enough to be judged by it."""
+    found: dict[str, set[frozenset[str]]] = {}
+    for seed in range(BATCHES):
+        for case, _ in _oracles_cases(seed):
+            for clause_id in [VALUES, *(region[0] for region in case.regions if region[2].any())]:
+                found.setdefault(clause_id, set()).add(frozenset({case.stage}))
+    for clause_id, stages in STAGES_OF_LAWS.items():
+        found.setdefault(clause_id, set()).add(stages)
+    return {clause_id: tuple(sorted(sets, key=sorted)) for clause_id, sets in found.items()}
+
+
+def stages_lacking(clause_id: str, offered: Collection[str]) -> tuple[str, ...]:
+    """What a runner that lists the stages `offered` would have to list too, to be judged by a clause about stages.
+
+    In words, for the reason why a clause is skipped. Empty if it is judged, and for clauses of whole steps.
+    """
+    ways = stages_of_clauses().get(clause_id, ())
+    if not ways or any(stages <= set(offered) for stages in ways):
+        return ()
+    shortest = min((stages - set(offered) for stages in ways), key=lambda s: (len(s), sorted(s)))
+    more = f" or one of {len(ways) - 1} others" if len(ways) > 1 else ""
+    return (f"stage {' and '.join(sorted(shortest))}{more}",)
+
+
+def stages_judged() -> frozenset[str]:
+    """Every stage that some clause speaks of."""
+    return frozenset(name for sets in stages_of_clauses().values() for stages in sets for name in stages)
 
 
 @cache

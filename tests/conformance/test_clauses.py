@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
-from conformance.clauses import LEVELS, clause, load_clauses
+from conformance.clause_list import page
+from conformance.clauses import LEVELS, areas, clause, load_clauses, select
 from runner_api import SPEC_VERSION, Capability, UnknownNameError
 
 CLAUSES = load_clauses()
@@ -34,11 +36,29 @@ def test_laws_are_distinct() -> None:
 
 def test_missing_capabilities_are_named() -> None:
     c = clause("MR-ATTN-002")
-    assert c.missing(frozenset()) == ("record_logits", "sliding_window")
-    assert c.missing(frozenset({Capability.RECORD_LOGITS})) == ("sliding_window",)
+    assert c.missing(frozenset()) == ("generate", "record_logits", "sliding_window", "step_record")
+    assert c.missing(frozenset(Capability) - {Capability.SLIDING_WINDOW}) == ("sliding_window",)
     assert c.missing(frozenset(Capability)) == ()
 
 
 def test_an_unknown_clause_names_the_nearest() -> None:
     with pytest.raises(UnknownNameError, match="Did you mean 'MR-SLOT-00"):
         clause("MR-SLOT-01")
+
+
+def test_a_selection_goes_by_whole_parts_of_ids() -> None:
+    assert select(["slot"]) == tuple(c for c in CLAUSES if c.startswith("MR-SLOT-"))
+    assert select(["MR-PAD-004", "pad-001"]) == ("MR-PAD-001", "MR-PAD-004")
+    assert set(select(areas())) == set(CLAUSES)
+    with pytest.raises(UnknownNameError, match=r"one of MR-SLOT-001, .*Did you mean 'MR-SLOT-0"):
+        select(["SLOT-0"])
+    with pytest.raises(UnknownNameError, match="Did you mean 'MR-SLOT'"):
+        select(["SLOD"])
+
+
+def test_the_page_of_clauses_is_up_to_date() -> None:
+    """docs/clauses.md is what `modelrunner clauses --markdown` prints."""
+    written = (Path(__file__).resolve().parents[2] / "docs" / "clauses.md").read_text(encoding="utf-8")
+    assert written.splitlines() == "\n".join(page(list(CLAUSES.values()))).splitlines(), (
+        "run: modelrunner clauses --markdown > docs/clauses.md"
+    )

@@ -47,9 +47,11 @@ def test_worlds_met_what_dense_rows_get_wrong(dense: Evaluation) -> None:
 
 def test_a_layouts_own_clauses_are_asked_of_it_alone(dense: Evaluation) -> None:
     assert dense.skipped["MR-STATE-001"] == ("slots_layout",)
-    assert clause("MR-DENSE-001").missing(frozenset()) == ("dense_layout",)
-    assert clause("MR-STATE-001").missing(frozenset()) == ()
-    assert clause("MR-STATE-002").missing(frozenset({Capability.DENSE_LAYOUT})) == ()
+    assert clause("MR-DENSE-001").missing(frozenset()) == ("dense_layout", "generate", "step_record")
+    whole = frozenset({Capability.GENERATE, Capability.STEP_RECORD})
+    assert clause("MR-STATE-001").missing(whole) == ()
+    assert clause("MR-STATE-001").missing(whole | {Capability.DENSE_LAYOUT}) == ("slots_layout",)
+    assert clause("MR-STATE-002").missing(whole | {Capability.DENSE_LAYOUT}) == ()
     own = [c for c in load_clauses().values() if c.layout == "dense"]
     assert len([c for c in own if c.level == "MUST"]) >= 20
     assert {c.id for c in own} == {c for c in load_clauses() if c.startswith("MR-DENSE-")}

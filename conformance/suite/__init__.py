@@ -1,0 +1,1 @@
+"""The judge as pytest items: `pytest --pyargs conformance.suite --runner NAME`."""
