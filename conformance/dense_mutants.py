@@ -111,7 +111,7 @@ DENSE_MUTANTS: tuple[Mutant, ...] = (
     # -- a plan changes rows ----------------------------------------------------------------------------------
     _m("dense-idle-tokens-lost", _RUNNER,
        ": rows.total_len[row]].tolist()", ": rows.prompt_len[row]].tolist()",
-       "DENSE-016 DENSE-024", "K16", "What a request drew is forgotten while it sits out a step."),
+       "DENSE-016 DENSE-024 META-013", "K16", "What a request drew is forgotten while it sits out a step."),
     _m("dense-idle-last-token-lost", _RUNNER,
        "request.token_ids = rows.all_token_ids[row, : rows.total_len[row]]",
        "request.token_ids = rows.all_token_ids[row, : rows.num_computed_tokens[row]]",

@@ -18,11 +18,12 @@ KINDS = {
     "K11": "NaN and infinity",
     "K12": "seeded sampling depends on the batch",
     "K13": "the meaning of a sampling parameter, or a batch that mixes them",
+    "K14": "whose grammar mask it is",
     "K15": "bookkeeping of drafts, discarded rows and log probabilities",
     "K16": "preemption, resume and results in flight",
     "K17": "ranks disagree",
     "K18": "ownership of shared KV blocks",
-    "K19": "refusal of what does not fit",
+    "K19": "refusal of what does not fit, and the sizes that steps are padded to",
 }
 
 

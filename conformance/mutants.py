@@ -8,6 +8,8 @@ it, `conformance.kill_matrix` holds it against the clauses. `kind` is the class 
 from __future__ import annotations
 
 from conformance.dense_mutants import DENSE_MUTANTS
+from conformance.gpu_mutants import GPU_MUTANTS
+from conformance.kind_mutants import KIND_MUTANTS
 from conformance.mutant import KINDS as KINDS
 from conformance.mutant import Mutant as Mutant
 from conformance.mutant import mutant as _m
@@ -323,7 +325,7 @@ CPU_MUTANTS: tuple[Mutant, ...] = (
     # -- results and caches -----------------------------------------------------------------------------------
     _m("counts-not-copied", "async_output.py",
        "num_sampled.copy()", "num_sampled",
-       "ASYNC-002", "K7", "A result in flight looks into a buffer that the next step writes."),
+       "ASYNC-002 META-009", "K7", "A result in flight looks into a buffer that the next step writes."),
     _m("output-all-columns", "async_output.py",
        "tuple(row[:n])", "tuple(row[: n + 1])",
        "OUT-002", "K15", "A discarded sample is handed out."),
@@ -393,6 +395,7 @@ CPU_MUTANTS: tuple[Mutant, ...] = (
        "out[query_start_loc[num_reqs] :] = 0", "out[query_start_loc[num_reqs] :] *= 1",
        "STAGE-001", "K11", "The output of padding tokens is whatever the buffer held, NaN included."),
     *SLOT_MUTANTS,
+    *KIND_MUTANTS,
 )  # fmt: skip
 
-MUTANTS: dict[str, tuple[Mutant, ...]] = {"cpu": CPU_MUTANTS}
+MUTANTS: dict[str, tuple[Mutant, ...]] = {"cpu": CPU_MUTANTS, "gpu": GPU_MUTANTS}

@@ -38,21 +38,24 @@ class MutatedRunner:
 
 
 @contextmanager
-def mutated(runner: str, path: str, old: str, new: str) -> Iterator[MutatedRunner]:
+def mutated(runner: str, path: str, old: str, new: str, *more: tuple[str, str, str]) -> Iterator[MutatedRunner]:
     """Load `runner` from a copy of its package in which `old` reads `new`.
 
     runner: an installed name ("cpu") or "package.module:factory". path: the file, relative to the package
-    ("slot_mapping.py", "sample/gumbel.py"). old: must occur exactly once in it.
+    ("slot_mapping.py", "sample/gumbel.py"). old: must occur exactly once in it. more: further (path, old, new), for a
+    fault that takes two places.
 
     Raises: `ConfigError` if the runner is no package, the file is not there, `old` is not found exactly once, nothing
     changes, or the changed file is not Python.
     """
     package, module, attribute = _resolve(runner)
     root = _package_root(package)
-    mutated_path, source = _mutated_source(root, path, old, new)
+    sources: dict[Path, str] = {}
+    for change in ((path, old, new), *more):
+        _change_source(sources, root, *change)
     alias = _free_alias(package)
-    finder = _MutantFinder(package, alias, root, mutated_path, source)
-    finder.check_syntax(path)
+    finder = _MutantFinder(package, alias, root, sources)
+    finder.check_syntax()
     sys.meta_path.insert(0, finder)
     try:
         found: Any = importlib.import_module(alias + module[len(package) :])
@@ -83,11 +86,12 @@ def _package_root(package: str) -> Path:
     return Path(spec.origin).parent
 
 
-def _mutated_source(root: Path, path: str, old: str, new: str) -> tuple[Path, str]:
+def _change_source(sources: dict[Path, str], root: Path, path: str, old: str, new: str) -> None:
+    """Make one change in the sources at hand, which hold the files that are changed already."""
     file = (root / path).resolve()
     if not file.is_file() or not file.is_relative_to(root.resolve()):
         raise ConfigError("no such file in the package", field="path", got=path, expected=f"a file under {root.name}/")
-    source = file.read_text(encoding="utf-8")
+    source = sources.get(root / path) or file.read_text(encoding="utf-8")
     count = source.count(old) if old else 0
     if count != 1:
         raise ConfigError(
@@ -96,7 +100,7 @@ def _mutated_source(root: Path, path: str, old: str, new: str) -> tuple[Path, st
         )  # fmt: skip
     if old == new:
         raise ConfigError("nothing changes", field="new", got=new, expected="another text")
-    return root / path, source.replace(old, new)
+    sources[root / path] = source.replace(old, new)
 
 
 def _free_alias(package: str) -> str:
@@ -110,18 +114,21 @@ def _free_alias(package: str) -> str:
 class _MutantFinder(importlib.abc.MetaPathFinder):
     """Finds every module of `alias` in the source files of `package`."""
 
-    def __init__(self, package: str, alias: str, root: Path, mutated_path: Path, source: str) -> None:
+    def __init__(self, package: str, alias: str, root: Path, sources: dict[Path, str]) -> None:
         self.package, self.alias, self.root = package, alias, root
-        self.mutated_path, self.mutated_source = mutated_path, source
+        self.sources = sources  # of the changed files
         self.filenames: list[str] = []
 
-    def check_syntax(self, path: str) -> None:
-        try:
-            ast.parse(self.mutated_source, path)
-        except SyntaxError as e:
-            raise ConfigError(
-                f"{path} is not Python after the change: {e.msg}", field="new", got=e.text, expected="one expression"
-            ) from e
+    def check_syntax(self) -> None:
+        for file, source in self.sources.items():
+            path = str(file.relative_to(self.root))
+            try:
+                ast.parse(source, path)
+            except SyntaxError as e:
+                raise ConfigError(
+                    f"{path} is not Python after the change: {e.msg}", field="new", got=e.text,
+                    expected="one expression",
+                ) from e  # fmt: skip
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -149,8 +156,8 @@ class _MutantLoader(importlib.abc.InspectLoader):
 
     def _compiled(self) -> tuple[str, CodeType]:
         f = self.finder
-        if self.file == f.mutated_path:
-            return _compile(f.mutated_source, f.package, f.alias, self.filename)
+        if self.file in f.sources:
+            return _compile(f.sources[self.file], f.package, f.alias, self.filename)
         # Keyed by the time of the last change too, so that an edited file is read again.
         return _compile_file(self.file, self.file.stat().st_mtime_ns, f.package, f.alias, self.filename)
 

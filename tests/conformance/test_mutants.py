@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 
 import pytest
 
 from conformance import kill_matrix
 from conformance.clauses import load_clauses
 from conformance.commands import mutants as add_mutants_parser
+from conformance.gpu_mutants import GPU_MUTANTS
 from conformance.kill_matrix import Findings, Verdict, judge, run_matrix
 from conformance.mutants import CPU_MUTANTS, KINDS, MUTANTS, Mutant
 from conformance.mutation import mutated
@@ -159,3 +161,15 @@ def test_verdicts_keep_the_order_of_the_mutants(monkeypatch) -> None:
     seen: list[Verdict] = []
     found = run_matrix("cpu", seeds=(0,), jobs=1, progress=seen.append)
     assert [v.mutant for v in found.verdicts] == [m.id for m in few] == [v.mutant for v in seen]
+
+
+def _ends_for_three(number: int) -> int:
+    if number == 3:
+        os._exit(9)
+    return 10 * number
+
+
+def test_a_process_that_dies_takes_no_other_with_it() -> None:
+    answers = kill_matrix._spread(_ends_for_three, [1, 2, 3, 4], 2, died=lambda number: -number)
+    assert list(answers) == [10, 20, -3, 40]
+    assert not kill_matrix._died(("gpu", GPU_MUTANTS[0], (0,), 1, frozenset())).killed

@@ -31,6 +31,27 @@ def slots(stages) -> list[int]:
     return stages.run("compute_slot_mappings", **MAPPING)["slot_mappings"][0].tolist()
 
 
+def test_several_places_change_together() -> None:
+    tail = (PATH, "slot_mappings[g] = PAD_SLOT_ID", "slot_mappings[g] = 4")
+    other = (
+        "input_batch.py",
+        "input_ids[query_start_loc[num_reqs] :] = 0",
+        "input_ids[query_start_loc[num_reqs] :] = 5",
+    )
+    with mutated("cpu", PATH, OLD, NEW, tail, other) as mutant:
+        stages = mutant.factory.stages()
+        assert slots(stages) == [19, 9]
+        off = stages.run("compute_slot_mappings", **MAPPING | {"slot_mapping_enabled": [False]})
+        assert off["slot_mappings"].tolist() == [[4, 4]]
+        assert "= 5" in inspect.getsource(stages.stages["combine_sampled_and_draft_tokens"].fn)
+    with (
+        pytest.raises(ConfigError, match="the text to replace occurs 0 times"),
+        mutated("cpu", PATH, OLD, NEW, (PATH, OLD, "pass")),
+    ):
+        pass
+    assert aliases() == []
+
+
 def test_the_copy_is_changed_and_the_original_is_not() -> None:
     original = importlib.import_module("cpu_reference.slot_mapping")
     before = original.compute_slot_mappings
