@@ -1,7 +1,8 @@
 """The plan world under Hypothesis: it searches for a sequence of actions that breaks a clause, and shrinks it.
 
 Rules are the actions of `PlanWorld`; a step closes the plan, runs it on candidate and oracle and asks every law.
-The failure text names the clause, its law, the batch with the differing cell marked, and the first mismatch.
+The failure text names the clause, its law, the batch with the differing cell marked, and the first mismatch. What took
+place is a story too (`conformance.story`), which `conformance.shrink` makes smaller than Hypothesis can.
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ from random import Random
 from typing import Any
 
 import hypothesis.strategies as st
-from hypothesis import settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from conformance.clauses import clause
+from conformance.divergence import Sides, first_divergence
 from conformance.driver import REASONING, WorldSize, palette
 from conformance.evaluate import StepJudge, record_parts
 from conformance.harness import build_runner
 from conformance.planned_step import WorldRequest
 from conformance.report import batch_table
+from conformance.story import Story, StoryWorld
+from conformance.telling import Told, try_to_tell
 from conformance.world import PlanWorld
 from runner_api import AsyncModelRunnerOutput, Capability, RunnerConfig, WitnessConfig, WitnessGroup
 from runner_api.loader import call_factory, load_factory
@@ -29,6 +33,14 @@ TOKENS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20)
 CHUNK = st.integers(1, 16)
 INDEX = st.integers(0, 15)
 SEED = st.integers(-(2**63), 2**63 - 1)
+
+
+class StoryFailed(AssertionError):
+    """A clause is broken; `story` is what led there."""
+
+    def __init__(self, text: str, story: Story) -> None:
+        super().__init__(text)
+        self.story = story
 
 
 def plan_rules(asked: st.SearchStrategy[Any]) -> type[RuleBasedStateMachine]:
@@ -142,7 +154,8 @@ def machine_for(runner: str | RunnerFactory, oracle: str | RunnerFactory = "cpu"
             reference, _ = build_runner(oracle_factory, size.model, config, num_blocks)
             blocks = list(range(1, num_blocks))
             order.shuffle(blocks)
-            self.world = PlanWorld(config, cache, VOCAB, blocks)
+            self.size, self.blocks = size, tuple(blocks)
+            self.world = StoryWorld(size, cache, blocks)
             # Outputs are taken after the next step; what they must hold is known when their own step ends.
             self.late = late and Capability.ASYNC_OUTPUT in offered
             self.on_its_way: tuple[AsyncModelRunnerOutput, dict[str, tuple[int, ...]]] | None = None
@@ -155,12 +168,12 @@ def machine_for(runner: str | RunnerFactory, oracle: str | RunnerFactory = "cpu"
             self._take_late_output()
             self.judge.run_oracle(step)
             self.judge.observe(self.world, step)
-            for clause_id, mismatches in self.judge.laws(step).items():
-                if mismatches and not clause(clause_id).missing(offered):
-                    record = self.candidate.last_step()
-                    raise AssertionError(
-                        f"{clause_id} {clause(clause_id).law}\n{batch_table(record, mismatches[0])}\n{mismatches[0]}"
-                    )
+            found = {c: m for c, m in self.judge.laws(step).items() if not clause(c).missing(offered)}
+            first = first_divergence(found)
+            if first is not None:
+                law, table = clause(first.clause_id).law, batch_table(self.candidate.last_step(), first)
+                text = f"{first.clause_id} {law}\n{table}\n{first}"
+                raise StoryFailed(text, Story(self.size, self.blocks, tuple(self.world.actions)))
 
         def _take_late_output(self) -> None:
             if self.on_its_way is not None:
@@ -185,3 +198,18 @@ def machine_for(runner: str | RunnerFactory, oracle: str | RunnerFactory = "cpu"
 def search(runner: str | RunnerFactory, profile: settings, oracle: str | RunnerFactory = "cpu") -> None:
     """Run the machine; raises AssertionError with the smallest failure that was found."""
     run_state_machine_as_test(machine_for(runner, oracle), settings=profile)
+
+
+def first_story(sides: Sides, examples: int, number: int) -> Told | None:
+    """The first failing story among `examples` of Hypothesis, as it is; None if none fails. number: a seed."""
+    profile = settings(
+        max_examples=examples, phases=(Phase.generate,), database=None, deadline=None, report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck), print_blob=False,
+    )  # fmt: skip
+    machine = seed(number)(machine_for(sides.candidate, sides.oracle))
+    try:
+        run_state_machine_as_test(machine, settings=profile)
+    except StoryFailed as e:
+        told = try_to_tell(e.story, sides)
+        return told if told is not None and told.failure is not None else None
+    return None

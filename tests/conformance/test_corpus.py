@@ -1,0 +1,144 @@
+"""Cases as files: saved once, loaded whole, run on any runner; the ones that come with the project agree on the
+reference and each of them is of some use."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import conformance
+from conformance.case import Case, CaseStep, run_case
+from conformance.corpus import (
+    AGREE,
+    DIVERGE,
+    SKIP,
+    load_corpus,
+    rare_cases,
+    run_corpus,
+    save_case,
+)
+from conformance.layouts import in_layout
+from conformance.mutation import mutated
+from conformance.probes import new, plan_of
+from conformance.shapes import SHAPES
+from runner_api import (
+    Capability,
+    ConfigError,
+    RunnerConfig,
+    RunnerInfo,
+    SamplingParams,
+    UnknownNameError,
+    WitnessConfig,
+)
+from runner_api.loader import call_factory
+
+OURS = Path(conformance.__file__).parent / "data" / "corpus"
+CONFIG = RunnerConfig(max_num_reqs=2, max_num_batched_tokens=8, max_model_len=16)
+CASE = Case(CONFIG, WitnessConfig(), 4, (CaseStep(plan_of(new("a", [1, 2, 3], [1]))),))
+
+
+def test_our_corpus_agrees_on_the_reference() -> None:
+    results = run_corpus(OURS, "cpu")
+    assert [(r.name, r.first) for r in results if r.outcome != AGREE] == []
+    assert len(results) >= 12
+    assert {r.name.partition("-")[0] for r in results} == {"slots", "dense"}
+
+
+def test_every_saved_case_is_named_by_its_plans() -> None:
+    for saved in load_corpus(OURS):
+        assert saved.note
+        assert saved.clause_id is None
+        assert run_case(saved.case, "cpu").tested
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "new_text", "shape", "clause_id"),
+    [
+        (
+            "slot_mapping.py",
+            "slot_mappings[g, num_tokens:] = PAD_SLOT_ID",
+            "pass",
+            "slots-pad-tokens-only",
+            "MR-PAD-004",
+        ),
+        ("input_batch.py", "seq_lens[num_reqs:] = 0", "seq_lens[num_reqs:] = 1", "slots-pad-both", "MR-PAD-002"),
+    ],
+)
+def test_a_fault_shows_in_the_cases_that_are_about_it(
+    path: str, old: str, new_text: str, shape: str, clause_id: str
+) -> None:
+    with mutated("cpu", path, old, new_text) as mutant:
+        results = {r.name.rpartition("-")[0]: r for r in run_corpus(OURS, mutant.factory)}
+    assert results[shape].outcome == DIVERGE
+    assert not results[shape].agrees
+    assert f"step 0: {clause_id}" in str(results[shape].first)
+    assert results["slots-add-without-tokens"].agrees
+
+
+def test_saving_and_loading(tmp_path: Path) -> None:
+    path = save_case(tmp_path / "new", CASE, "MR-SLOT-001", "why")
+    assert path == save_case(tmp_path / "new", CASE, "MR-SLOT-001", "why"), "the same case is one file"
+    assert path.name.startswith("MR-SLOT-001-")
+    other = replace(CASE, num_blocks=5)
+    assert save_case(tmp_path / "new", other, None, "x").name.startswith("rare-")
+    first, second = load_corpus(tmp_path / "new")
+    assert (first.clause_id, first.note, first.case.text()) == ("MR-SLOT-001", "why", CASE.text())
+    assert second.case.text() == other.text()
+
+
+def test_what_cannot_be_saved_or_loaded_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tests nothing"):
+        save_case(tmp_path, replace(CASE, steps=()), None, "x")
+    with pytest.raises(UnknownNameError, match="MR-SLOT-999"):
+        save_case(tmp_path, CASE, "MR-SLOT-999", "x")
+    with pytest.raises(ConfigError, match="no case in this folder"):
+        load_corpus(tmp_path)
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"broken\.json"):
+        load_corpus(tmp_path)
+    (tmp_path / "broken.json").write_text(json.dumps({"clause": None, "note": "", "case": {}}))
+    with pytest.raises(ConfigError, match="schema"):
+        load_corpus(tmp_path)
+
+
+def plain(config: RunnerConfig):
+    """The reference, offering whole steps and their records alone."""
+    runner = call_factory(in_layout("cpu", "slots"), config)
+    info = replace(runner.describe(), capabilities=frozenset({Capability.GENERATE, Capability.STEP_RECORD}))
+
+    def describe() -> RunnerInfo:
+        return info
+
+    runner.describe = describe  # type: ignore[method-assign]
+    return runner
+
+
+def test_what_is_not_offered_is_skipped_with_the_reason(tmp_path: Path) -> None:
+    asking = CaseStep(plan_of(new("a", [1], [1], sampling_params=SamplingParams(temperature=1.0))))
+    save_case(tmp_path, replace(CASE, steps=(asking,)), None, "x", name="asking")
+    with pytest.raises(ConfigError, match="more than the runner offers"):
+        run_corpus(tmp_path, plain)
+    save_case(tmp_path, CASE, None, "x", name="plain")
+    asking_result, plain_result = run_corpus(tmp_path, plain)
+    assert (asking_result.outcome, asking_result.first) == (SKIP, "not offered: seeded_sampling")
+    assert plain_result.outcome == AGREE
+    save_case(tmp_path, replace(CASE, config=replace(CONFIG, layout="dense")), None, "x", name="dense")
+    assert run_corpus(tmp_path, plain)[1].first == "not offered: dense_layout"
+
+
+def test_rare_shapes_are_collected_and_small() -> None:
+    offered = frozenset({Capability.GENERATE, Capability.STEP_RECORD, Capability.PADDED_BATCH})
+    met = ("resume_same_plan", "empty_step", "pad_both")
+    asked = (*met, "masked", "verify", "behind_window")
+    assert set(asked) <= set(SHAPES)
+    found = rare_cases("cpu", 0, offered, shapes=asked)
+    assert tuple(found) == met, "the others ask for what is not offered"
+    for shape, case in found.items():
+        assert case.needs() <= offered, shape
+        assert run_case(case, "cpu").passed, shape
+    assert len(found["pad_both"].steps) == 1
+    again = rare_cases("cpu", 0, offered, shapes=["pad_both"])
+    assert again["pad_both"].text() == found["pad_both"].text()
