@@ -1,0 +1,188 @@
+"""The bug catalogue: the right runner passes each case, every faulty variant is caught, nothing passes by silence."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance.catalogue import Scenario, catalogue, caught, parse, run, run_case, run_variants, select
+from conformance.catalogue.__main__ import main
+from runner_api import Capability, ConfigError, RunnerConfig, UnknownNameError
+from runner_api.loader import load_factory
+
+DOC = Path(__file__).parents[2] / "docs" / "write-a-scenario.md"
+CASES = catalogue()
+RUNNING = [case for case in CASES.values() if case.status == "runs"]
+# How many cases each kind has.
+KINDS = {
+    "K1": 4, "K2": 5, "K3": 5, "K4": 8, "K5": 3, "K6": 3, "K7": 5, "K8": 5, "K9": 3, "K10": 5, "K11": 3, "K12": 4,
+    "K13": 7, "K14": 3, "K15": 4, "K16": 6, "K17": 4, "K18": 3, "K19": 3,
+}  # fmt: skip
+
+
+def case_of(**changes: Any) -> str:
+    """A small scenario as TOML, with lines of one's own behind its head."""
+    head = {"id": '"X1"', "kind": '"K8"', "title": '"t"', "source": '["s"]', "status": '"runs"'} | changes
+    return "[[case]]\n" + "".join(f"{k} = {v}\n" for k, v in head.items() if v)
+
+
+REQUEST = '[[case.requests]]\nname = "A"\nprompt = [1, 2, 3]\n'
+STEP = '[[case.steps]]\nrun = ["A"]\nseen.positions = [0, 1, 2]\n'
+VARIANT = '[[case.variants]]\npath = "input_batch.py"\nold = "positions[: len(batch_idx)] = computed[batch_idx] + offset"\nnew = "positions[: len(batch_idx)] = offset + 1"\nwhy = "w"\n'  # noqa: E501
+
+
+# -- the cases ----------------------------------------------------------------------------------------------------
+
+
+def needs_its_runner(case: Scenario) -> None:
+    if case.runner == "gpu":
+        pytest.importorskip("gpu_backend.triton_support")
+
+
+@pytest.mark.parametrize("case", RUNNING, ids=lambda c: c.id)
+def test_the_right_runner_passes(case: Scenario) -> None:
+    needs_its_runner(case)
+    results = run_case(case)
+    assert [r.layout for r in results] == (list(case.layouts) if case.level != "stage" else [""])
+    assert [(r.outcome, r.story) for r in results] == [("pass", "")] * len(results)
+
+
+@pytest.mark.parametrize("case", RUNNING, ids=lambda c: c.id)
+def test_every_variant_is_caught(case: Scenario) -> None:
+    needs_its_runner(case)
+    results = run_variants(case)
+    assert {r.variant for r in results} == set(range(len(case.variants)))
+    assert [(r.layout, r.outcome, r.story) for r in results if not caught(case, r)] == []
+
+
+def test_every_report_is_listed() -> None:
+    assert {kind: sum(c.kind == kind for c in CASES.values()) for kind in KINDS} == KINDS
+    assert len(CASES) == 83
+    assert all(re.fullmatch(r"B\d\d\d?", c.id) for c in CASES.values())
+    assert all(url.startswith("https://github.com/") for c in CASES.values() for url in c.source)
+    assert len(RUNNING) >= 56
+
+
+def test_a_crash_counts_only_where_the_report_was_one() -> None:
+    for case in RUNNING:
+        if any(variant.crash for variant in case.variants):
+            crashed = {r.variant for r in run_variants(case) if r.outcome == "error"}
+            assert crashed == {n for n, v in enumerate(case.variants) if v.crash}, f"{case.id}: an idle flag"
+    (case,) = parse(case_of() + REQUEST + STEP + VARIANT.replace("offset + 1", "offset[0:0]"))
+    (result,) = run_variants(case)
+    assert (result.outcome, caught(case, result)) == ("error", False)
+
+
+# -- no silent pass -----------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_expectation_fails() -> None:
+    (case,) = parse(case_of() + REQUEST + STEP.replace("[0, 1, 2]", "[0, 1, 3]") + VARIANT)
+    (result,) = run_case(case)
+    assert (result.outcome, result.story) == ("fail", "step 1 positions: got [0, 1, 2], expected [0, 1, 3]")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (case_of(extra="1") + REQUEST + STEP + VARIANT, "unknown key of scenario X1 'extra'"),
+        (case_of() + REQUEST + STEP.replace("seen", "sen") + VARIANT, "unknown key of .* 'sen'.*Did you mean 'seen'"),
+        (case_of(title="") + REQUEST + STEP + VARIANT, "a key is missing.*title"),
+        (case_of(status='"maybe"'), "maybe"),
+        (case_of(status='"missing"'), "names what it waits for"),
+        (case_of() + REQUEST + STEP, "no fault to show"),
+        (case_of() + STEP + VARIANT, "nothing to run"),
+        (case_of() + REQUEST + STEP.replace("seen.positions = [0, 1, 2]\n", "") + VARIANT, "nothing is expected"),
+        (case_of() + REQUEST + STEP + VARIANT + 'package = "engine_core"\n', "at its own level"),
+        (case_of(level='"kernel"'), "kernel"),
+        (case_of() + REQUEST + STEP.replace('["A"]', '["B"]') + VARIANT, "unknown request 'B'"),
+        (case_of() + REQUEST + STEP.replace("seen.positions", "seen.positions.Z") + VARIANT, "unknown request 'Z'"),
+        (case_of() + REQUEST + STEP.replace("positions", "position") + VARIANT, "Did you mean 'positions'"),
+        (case_of() + REQUEST + STEP + VARIANT + 'layout = "dense"\n', "a layout that the scenario does not run in"),
+        (case_of() + REQUEST + STEP + '[case.expect]\nsolo = ["C"]\n' + VARIANT, "unknown request 'C'"),
+        ("[[case]\n", "not TOML"),
+    ],
+)
+def test_what_a_scenario_may_not_say(text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        parse(text)
+
+
+def test_a_selection_is_never_empty() -> None:
+    with pytest.raises(ConfigError, match="no case is selected"):
+        select([])
+    with pytest.raises(UnknownNameError, match="B3"):
+        run(["B3"])
+    assert {c.kind for c in select(["K5", "B21"])} == {"K5", "K4"}
+
+
+# -- other runners ------------------------------------------------------------------------------------------------
+
+
+def without(*lacking: Capability) -> Any:
+    """The reference, which does not declare some of what it offers."""
+    factory = load_factory("cpu")
+
+    def build(config: RunnerConfig) -> Any:
+        runner = factory(config)
+        runner.capabilities = runner.capabilities - set(lacking)
+        return runner
+
+    build.LAYOUTS = ("slots",)  # type: ignore[attr-defined]
+    return build
+
+
+def test_what_a_runner_lacks_is_skipped_with_the_reason() -> None:
+    (slots, dense) = run(["B21"], without(Capability.PADDED_BATCH))
+    assert (slots.outcome, slots.reason) == ("skip", "the runner does not offer padded_batch")
+    assert (dense.outcome, dense.reason) == ("skip", "the runner has no dense layout")
+    (stage,) = run(["B56"], without())
+    assert (stage.outcome, "no stages" in stage.reason) == ("skip", True)
+    (late,) = run(["B47"], "cpu")
+    assert (late.outcome, "cannot be held back" in late.reason) == ("skip", True)
+    with pytest.raises(UnknownNameError, match="nobody"):
+        run(["B21"], "nobody")
+
+
+# -- the command --------------------------------------------------------------------------------------------------
+
+
+def test_the_command_tells_what_ran(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["B21", "B20", "--variants"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[-2:] == ["1 of 2 cases ran: 1 missing, 2 pass", "2 of 2 runs of faulty variants were caught"]
+    assert main(["B21", "--json"]) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert [c["outcome"] for c in read["cases"]] == ["pass", "pass"]
+
+
+def test_the_command_fails_where_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["B20"]) == 2
+    assert "nothing ran" in capsys.readouterr().out
+    assert main(["B999"]) == 2
+    assert main(["B21", "--file", "x.toml"]) == 2
+    assert main(["--file", "no-such.toml"]) == 2
+
+
+def test_the_command_fails_on_a_failure(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(case_of() + REQUEST + STEP.replace("[0, 1, 2]", "[5]") + VARIANT)
+    assert main(["--file", str(file)]) == 1
+
+
+# -- the guide ----------------------------------------------------------------------------------------------------
+
+
+def test_the_guide_tells_the_truth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = DOC.read_text(encoding="utf-8")
+    example, missing = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    file = tmp_path / "x1.toml"
+    file.write_text(example)
+    assert main(["--file", str(file), "--variants"]) == 0
+    told = capsys.readouterr().out
+    assert told in text
+    assert [c.status for c in parse(missing)] == ["missing"]
