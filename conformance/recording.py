@@ -314,8 +314,8 @@ def _config(path: Path, trace: Trace, dtype: str, device: str, layout: str) -> R
             max_model_len=meta["max_model_len"],
             num_speculative_tokens=(meta.get("speculative_config") or {}).get("num_speculative_tokens", 0),
             initial_free_rows=tuple(meta["free_rows"]) if fixed_rows else None,
-            # The recorded program keeps table entries behind a sliding window.
-            window_reach=(0,) * num_groups,
+            # Without a word the recorded program keeps table entries behind a sliding window, as 0.26 does.
+            window_reach=tuple(meta.get("window_reach", (0,) * num_groups)),
         )
     except ConfigError as e:
         raise TraceError(f"broken meta: {e}", field=f"{path}:1 meta") from e

@@ -28,6 +28,7 @@ REJECTION, WATERMARK = f"{GPU}/spec_decode/rejection_sampler_utils.py", f"{GPU}/
 GRAMMAR, LOGPROB = f"{GPU}/structured_outputs.py", f"{GPU}/sample/logprob.py"
 VERIFICATION = f"{GPU}/spec_decode/rejection_sampler.py"
 FLY = "vllm/v1/spec_decode/fly.py"
+CONTEXT_PARALLEL, TRACE = f"{GPU}/cp_utils.py", f"{GPU}/sample/trace_replay.py"
 
 
 @triton.jit
@@ -97,6 +98,7 @@ STUBS: dict[str, dict[str, Any]] = {
     "vllm.v1.worker.gpu.metrics.logits": {"get_num_nans": None},
     "vllm.v1.worker.gpu.sample.output": {"SamplerOutput": object, "SamplingMaskTensors": object},
     "vllm.v1.worker.gpu.sample.sampler": {"Sampler": object},
+    "vllm.v1.worker.gpu.states": {"RequestState": object},
     "vllm.v1.worker.gpu.sample.states": {"NO_LOGPROBS": -1},
     "vllm.v1.worker.gpu.sample.logits_processor.interface": _LOGITS_PROCESSOR,
     # Watermarked draws are not among the kernels judged here; the rejection kernels only name this function.
@@ -142,6 +144,8 @@ VLLM = PeerPackage(
         GRAMMAR,
         LOGPROB,
         VERIFICATION,
+        CONTEXT_PARALLEL,
+        TRACE,
     ),
     stubs=STUBS,
     patches=PATCHES,
