@@ -1,0 +1,257 @@
+"""Block tables, and the KV cache as a grid of blocks coloured by owner, with the slots of this step outlined."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from conformance.figures.holdings import Holdings, follow
+from conformance.figures.look import CELL, FAINT, GREY, INK, PALE, SMALL, VERMILION, Names
+from conformance.figures.ragged import block_size as told_block_size
+from conformance.figures.ragged import token_places
+from conformance.figures.sheet import Sheet, text_width
+from runner_api import StepRecord
+from runner_api.constants import NULL_BLOCK_ID
+
+# A cache of more blocks is drawn without its free ones, and more blocks than the second number are not drawn.
+MAX_FREE, MAX_BLOCKS = 240, 800
+# Requests with longer tables are drawn without the middle of theirs.
+MAX_TABLE = 9
+
+
+@dataclass(frozen=True, slots=True)
+class TableLine:
+    """The block table of one live request in one group; seq_len: tokens with KV; scheduled: by this step."""
+
+    req_id: str
+    group: int
+    blocks: tuple[int, ...]
+    seq_len: int
+    scheduled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCell:
+    """One block. owners: requests whose table holds it, in the order of the tables; none: free (0: the null block).
+
+    filled: how many of its slots hold KV of the owners. written: offsets that this step writes, ascending. drawn: False
+    where the picture leaves it out.
+    """
+
+    block: int
+    owners: tuple[str, ...]
+    filled: int
+    written: tuple[int, ...]
+    drawn: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksPicture:
+    """All tables (requests of the step in batch order, then the others) and all blocks, ascending.
+
+    block_size: of each group. complete: whether the number of blocks is known.
+    """
+
+    block_size: tuple[int, ...]
+    tables: tuple[TableLine, ...]
+    blocks: tuple[BlockCell, ...]
+    complete: bool
+
+
+def blocks_data(
+    records: StepRecord | Sequence[StepRecord], *, num_blocks: int | None = None, block_size: int | None = None
+) -> BlocksPicture:
+    """Tables and blocks after the last of the records; earlier ones tell of requests that it leaves out.
+
+    num_blocks: of the cache, the null block included; None: up to the highest one met. block_size: of all groups; None:
+    what the records' own slots say. Raises ConfigError where nothing says it.
+    """
+    record, holdings = follow(records)
+    steps = [records] if isinstance(records, StepRecord) else records
+    groups = max((len(h.blocks) for h in holdings.live.values()), default=0)
+    sizes = tuple(block_size or _told(steps, g) for g in range(groups))
+    order = [*record.req_ids, *(r for r in holdings.live if r not in record.req_ids)]
+    tables = tuple(
+        TableLine(r, g, holdings.live[r].blocks[g], holdings.live[r].seq_len, r in record.req_ids)
+        for g in range(groups)
+        for r in order
+        if g < len(holdings.live[r].blocks)
+    )
+    return BlocksPicture(sizes, tables, _cells(record, holdings, tables, sizes, num_blocks), num_blocks is not None)
+
+
+def _told(steps: Sequence[StepRecord], group: int) -> int:
+    """What the last step that wrote anything says."""
+    last = next((s for s in reversed(steps) if s.num_tokens), steps[-1])
+    return told_block_size(last, group)
+
+
+def _cells(
+    record: StepRecord,
+    holdings: Holdings,
+    tables: tuple[TableLine, ...],
+    sizes: tuple[int, ...],
+    num_blocks: int | None,
+) -> tuple[BlockCell, ...]:
+    owners: dict[int, list[str]] = {}
+    filled: dict[int, int] = {}
+    for line in tables:
+        size = sizes[line.group]
+        for n, block in enumerate(line.blocks):
+            if block != NULL_BLOCK_ID:
+                owners.setdefault(block, []).append(line.req_id)
+                filled[block] = max(filled.get(block, 0), min(max(line.seq_len - n * size, 0), size))
+    written: dict[int, list[int]] = {}
+    for place in token_places(record) if record.num_reqs else ():
+        for size, slot in zip(sizes, place.slots, strict=False):
+            if slot >= 0:
+                written.setdefault(slot // size, []).append(slot % size)
+    total = max([NULL_BLOCK_ID, *owners, *written, (num_blocks or 0) - 1]) + 1
+    without_free = total > MAX_FREE
+    cells, shown = [], 0
+    for block in sorted(range(total), key=lambda b: (b not in written, b not in owners, b)):
+        drawn = (block in owners or block in written or not without_free) and shown < MAX_BLOCKS
+        shown += drawn
+        names = tuple(dict.fromkeys(owners.get(block, ())))
+        cells.append(BlockCell(block, names, filled.get(block, 0), tuple(sorted(set(written.get(block, ())))), drawn))
+    return tuple(sorted(cells, key=lambda c: c.block))
+
+
+def blocks(
+    records: StepRecord | Sequence[StepRecord], *, num_blocks: int | None = None, block_size: int | None = None,
+    names: Names | None = None,
+) -> Any:  # fmt: skip
+    """Figure of tables and cache (see the module)."""
+    from conformance.figures.style import render
+
+    data = blocks_data(records, num_blocks=num_blocks, block_size=block_size)
+    names = names or Names(line.req_id for line in data.tables)
+    sheet = Sheet()
+    sizes = sorted(set(data.block_size))
+    held = sum(bool(c.owners) for c in data.blocks)
+    sheet.title(
+        f"Block tables and KV cache: blocks of {' or '.join(map(str, sizes)) or '?'} tokens, {held} held",
+        "A block is coloured by the request whose table holds it, as far as it is full. Framed: what this step writes.",
+    )
+    _draw_tables(sheet, data, names)
+    _draw_cache(sheet, data, names)
+    sheet.note(names.legend(line.req_id for line in data.tables))
+    sheet.down(0.1)
+    return render(sheet)
+
+
+# -- tables ---------------------------------------------------------------------------------------------------
+
+
+def _draw_tables(sheet: Sheet, data: BlocksPicture, names: Names) -> None:
+    longest = max((len(str(c.block)) for c in data.blocks), default=1)
+    cell = max(0.28, text_width("0" * longest, CELL) + 0.07)
+    for g in range(len(data.block_size)):
+        lines = [t for t in data.tables if t.group == g]
+        sheet.down(0.1)
+        which = f"Block tables of group {g}" if len(data.block_size) > 1 else "Block tables"
+        sheet.label(0.15, sheet.height, f"{which} (request, tokens with KV: its blocks)", align="left", bold=True)
+        sheet.down(0.14)
+        columns = 2 if len(lines) > 12 else 1
+        most = MAX_TABLE if columns == 2 else 2 * MAX_TABLE
+        most = min(most, int(((sheet.width - 0.3) / columns - 1.2) / cell) - 1)
+        per_column = -(-len(lines) // columns)
+        top = sheet.height
+        for k, line in enumerate(lines):
+            x = 0.15 + (k // per_column) * (sheet.width - 0.3) / columns
+            _draw_table(sheet, line, x, top + (k % per_column) * 0.2, cell, most, names)
+        sheet.height = top + per_column * 0.2
+        if not lines:
+            sheet.note("No request is held.")
+
+
+def _draw_table(sheet: Sheet, line: TableLine, x: float, y: float, cell: float, most: int, names: Names) -> None:
+    middle = y + 0.09
+    sheet.label(
+        x, middle, names.short(line.req_id), align="left", bold=line.scheduled, colour=INK if line.scheduled else GREY
+    )
+    sheet.label(x + 0.98, middle, f"{line.seq_len}:", align="right", colour=GREY)
+    x += 1.05
+    for block in _shortened(line.blocks, most):
+        if block is None:
+            sheet.label(x + cell / 2, middle, f"+{len(line.blocks) - most}", colour=GREY, size=SMALL)
+        else:
+            null = block == NULL_BLOCK_ID
+            sheet.box(
+                x, y, cell - 0.02, 0.18, fill="#ffffff" if null else names.fill(line.req_id), edge=PALE if null else ""
+            )
+            sheet.label(x + cell / 2 - 0.01, middle, str(block), colour=GREY if null else INK)
+        x += cell
+
+
+def _shortened(items: tuple[int, ...], most: int) -> list[int | None]:
+    """At most so many, with None for those left out in the middle."""
+    if len(items) <= most + 1:
+        return list(items)
+    front = most // 3
+    return [*items[:front], None, *items[len(items) - (most - front) :]]
+
+
+# -- cache ----------------------------------------------------------------------------------------------------
+
+
+def _draw_cache(sheet: Sheet, data: BlocksPicture, names: Names) -> None:
+    cells = [c for c in data.blocks if c.drawn]
+    sheet.down(0.14)
+    heading = "The cache, block by block" if data.complete else "The cache, up to the highest block met"
+    sheet.label(0.15, sheet.height, heading, align="left", bold=True)
+    sheet.down(0.12)
+    texts = max((text_width(f"{c.block} {_owner(c, names)}", SMALL) for c in cells), default=0)
+    width, height = max(0.6, texts + 0.06), 0.34
+    per_line = int((sheet.width - 0.3) / width)
+    top = sheet.height
+    for k, cell in enumerate(cells):
+        _draw_block(
+            sheet, cell, 0.15 + (k % per_line) * width, top + (k // per_line) * height, width - 0.06, height - 0.07,
+            max(data.block_size, default=1), names,
+        )  # fmt: skip
+    sheet.height = top + -(-len(cells) // per_line) * height + 0.05
+    if any(len(c.owners) > 1 for c in cells):
+        sheet.note("n req.: in n tables, as a shared prefix, or as an entry behind a sliding window that was given on.")
+    free = sum(not c.drawn and not c.owners for c in data.blocks)
+    left_out = sum(not c.drawn and bool(c.owners) for c in data.blocks)
+    if free:
+        sheet.note(f"{free} blocks that nobody holds are not drawn.")
+    if left_out:
+        sheet.note(f"{left_out} held blocks that this step does not write are not drawn either.")
+
+
+def _owner(cell: BlockCell, names: Names) -> str:
+    if cell.block == NULL_BLOCK_ID:
+        return "null"
+    if len(cell.owners) < 2:
+        return names.short(cell.owners[0]) if cell.owners else ""
+    return f"{len(cell.owners)} req."
+
+
+def _draw_block(
+    sheet: Sheet, cell: BlockCell, x: float, y: float, width: float, height: float, size: int, names: Names
+) -> None:  # fmt: skip
+    # 1 the name above, the slots below
+    bar = 0.11
+    text = f"{cell.block} {_owner(cell, names)}".strip()
+    wrong = bool(cell.written) and not cell.owners
+    sheet.label(
+        x + 0.02, y + (height - bar) / 2, text, align="left", size=SMALL, colour=INK if cell.owners or wrong else GREY
+    )
+    low = y + height - bar
+    sheet.box(x, low, width, bar, fill=FAINT)
+    # 2 as far as it is full, one stripe for each owner
+    for k, owner in enumerate(cell.owners):
+        part = bar / len(cell.owners)
+        sheet.box(x, low + k * part, width * cell.filled / size, part, fill=names.fill(owner))
+    sheet.box(x, y, width, height, edge=names.stroke(cell.owners[0]) if cell.owners else PALE, line=0.8)
+    # 3 what this step writes
+    for _, run in groupby(enumerate(cell.written), key=lambda pair: pair[1] - pair[0]):
+        offsets = [offset for _, offset in run]
+        sheet.box(
+            x + width * offsets[0] / size, low - 0.01, width * len(offsets) / size, bar + 0.02,
+            edge=VERMILION if wrong else INK, line=1.4, layer=4,
+        )  # fmt: skip

@@ -1,0 +1,113 @@
+"""A sheet of boxes, texts, lines and arrows, in inches from the upper left corner; no drawing library is needed.
+
+A picture puts its marks on a sheet one below the other and takes as much height as it needs; `style.render` makes a
+figure of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from conformance.figures.look import CELL, INK, TITLE, WIDTH
+
+# A letter of prose is narrower than a digit.
+PROSE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangle. fill, edge: colours, "" for none. hatch: a pattern of lines, "" for none."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    fill: str = ""
+    edge: str = ""
+    hatch: str = ""
+    line: float = 0.5
+    layer: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A text; (x, y) is the middle of its `align` side. size in points."""
+
+    x: float
+    y: float
+    text: str
+    size: float = CELL
+    colour: str = INK
+    align: str = "center"
+    bold: bool = False
+    turned: bool = False  # read from below to above; (x, y) is then its lower end
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A straight line; with `arrow`, its end has a head."""
+
+    x0: float
+    y0: float
+    x1: float
+    y1: float
+    colour: str = INK
+    width: float = 1.0
+    arrow: bool = False
+    dashed: bool = False
+    layer: int = 3
+
+
+@dataclass(slots=True)
+class Sheet:
+    """Marks, and how far down they go."""
+
+    width: float = WIDTH
+    height: float = 0.0
+    boxes: list[Box] = field(default_factory=list)
+    labels: list[Label] = field(default_factory=list)
+    lines: list[Line] = field(default_factory=list)
+
+    def box(self, x: float, y: float, width: float, height: float, **look: object) -> None:
+        self.boxes.append(Box(x, y, width, height, **look))  # type: ignore[arg-type]
+
+    def label(self, x: float, y: float, text: str, **look: object) -> None:
+        if text:
+            self.labels.append(Label(x, y, text, **look))  # type: ignore[arg-type]
+
+    def line(self, x0: float, y0: float, x1: float, y1: float, **look: object) -> None:
+        self.lines.append(Line(x0, y0, x1, y1, **look))  # type: ignore[arg-type]
+
+    def title(self, text: str, note: str = "") -> None:
+        """A heading at the current height, with a smaller line below."""
+        self.down(0.2)
+        for line in wrapped(text, TITLE, self.width - 0.3):
+            self.label(0.15, self.height, line, size=TITLE, align="left", bold=True)
+            self.down(0.2)
+        self.note(note)
+        self.down(0.05)
+
+    def note(self, text: str, colour: str = "#555555") -> None:
+        """A paragraph in small print, broken into lines that fit."""
+        for line in wrapped(text, CELL, self.width - 0.3):
+            self.label(0.15, self.height, line, align="left", colour=colour)
+            self.down(0.17)
+
+    def down(self, inches: float) -> None:
+        self.height += inches
+
+
+def text_width(text: str, size: float) -> float:
+    """An upper estimate of the width of numbers and names in inches (a digit is 0.64 of the size)."""
+    return len(text) * 0.64 * size / 72
+
+
+def wrapped(text: str, size: float, width: float) -> list[str]:
+    """The text in lines of at most that width, broken between words."""
+    lines: list[str] = []
+    for word in text.split():
+        if lines and PROSE * text_width(f"{lines[-1]} {word}", size) <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return lines

@@ -1,0 +1,530 @@
+"""Pictures: the data behind each is compared with the record, and every text of every drawing has its place."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from picture_records import mixed_steps
+
+from conformance import figures
+from conformance.comparison import compare_field
+from conformance.exact_rows import KnownRequest
+from conformance.figures import look, style
+from conformance.figures.ragged import block_size, token_places
+from conformance.figures.strip import Column, thin_out
+from conformance.recording import RECORDINGS, step_logits
+from runner_api import (
+    CachedRequestData,
+    ConfigError,
+    NewRequestData,
+    SamplingParams,
+    SchedulerOutput,
+    StepRecord,
+    Trace,
+    UnknownNameError,
+    load_trace,
+)
+
+SIZES = (1, 8, 64)
+EMPTY = StepRecord(SchedulerOutput(finished_req_ids=frozenset({"a"})))
+
+
+def small_record(**changes: object) -> StepRecord:
+    """'b' decodes at position 7 out of row 3, 'a' prefills positions 0..2 in row 1; one token, one row of padding."""
+    plan = SchedulerOutput(
+        [NewRequestData("a", [60, 61, 62], [60, 61, 62], 0, ([6],))],
+        CachedRequestData(["b"], [7], [None], [1]),
+        {"b": 1, "a": 3},
+        4,
+    )
+    base = StepRecord(
+        plan, num_reqs=2, num_reqs_padded=3, num_tokens=4, num_tokens_padded=5, req_ids=("b", "a"),
+        idx_mapping=np.array([3, 1]), query_start_loc=np.array([0, 1, 4, 4], np.int32),
+        seq_lens=np.array([8, 3, 0], np.int32), input_ids=np.array([50, 60, 61, 62], np.int32),
+        positions=np.array([7, 0, 1, 2]), logits_indices=np.array([0, 3]), cu_num_logits=np.array([0, 1, 2], np.int32),
+        expanded_idx_mapping=np.array([3, 1]),
+        block_tables=((np.array([4, 5], np.int32), np.array([6], np.int32), np.zeros(2, np.int32)),),
+        slot_mappings=np.array([[23, 24, 25, 26, -1]]), token_ids=np.array([[9], [8]]),
+        num_sampled=np.array([1, 1], np.int32), runner="runner=cpu noise=murmur3",
+    )  # fmt: skip
+    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+
+
+@cache
+def recording(name: str) -> Trace:
+    return load_trace(RECORDINGS / f"{name}.jsonl")
+
+
+# -- batch ----------------------------------------------------------------------------------------------------
+
+
+def test_batch_tells_each_token_its_slot_and_who_is_asked_for_logits():
+    data = figures.batch_data(small_record())
+    told = [(t.index, t.req_id, t.token_id, t.position, t.slots, t.logits_rows, t.starts) for t in data.tokens]
+    assert told == [
+        (0, "b", 50, 7, (23,), (0,), True),
+        (1, "a", 60, 0, (24,), (), True),
+        (2, "a", 61, 1, (25,), (), False),
+        (3, "a", 62, 2, (26,), (1,), False),
+        (4, None, None, None, (-1,), (), True),
+    ]
+    requests = [(p.req_id, p.kind, p.row, p.start, p.end, p.seq_len, p.sampled) for p in data.requests]
+    assert requests == [
+        ("b", "decode", 3, 0, 1, 8, (9,)), ("a", "prefill", 1, 1, 4, 3, (8,)), (None, "padding", None, 4, 4, 0, ()),
+    ]  # fmt: skip
+    assert all(data.drawn)
+
+
+@pytest.mark.parametrize("num_reqs", SIZES)
+def test_what_a_batch_leaves_out_follows_from_what_it_draws(num_reqs: int):
+    record = mixed_steps(num_reqs)[-1]
+    data = figures.batch_data(record, max_tokens=0)
+    assert num_reqs == 1 or not all(data.drawn)
+    position, slot = -1, -1
+    for token, drawn in zip(data.tokens, data.drawn, strict=True):
+        if drawn:
+            position, slot = (-1 if token.position is None else token.position), token.slots[0]
+        elif not token.padding:
+            position, slot = position + 1, slot + 1
+        assert slot == record.slot_mappings[0, token.index]
+        assert token.padding or position == record.positions[token.index]
+    for index in record.logits_indices:
+        assert data.drawn[index]
+    assert all(data.drawn[i] for i in record.query_start_loc[:num_reqs])
+
+
+@pytest.mark.parametrize("field", ["positions", "slot_mappings"])
+def test_a_jump_inside_of_a_run_is_drawn(field: str):
+    n = 20
+    values = {"positions": np.r_[7, np.arange(n - 1)], "slot_mappings": np.r_[23, 100 + np.arange(n - 1)][None]}
+    values[field][..., 10:] += 5
+    record = small_record(
+        num_tokens=n, num_tokens_padded=n, query_start_loc=np.array([0, 1, n, n], np.int32),
+        input_ids=np.zeros(n, np.int32), logits_indices=np.array([0, n - 1]), **values,
+    )  # fmt: skip
+    drawn = figures.batch_data(record, max_tokens=0).drawn
+    assert [i for i, d in enumerate(drawn) if d] == [0, 1, 9, 10, n - 1]
+
+
+def test_a_batch_of_very_many_stretches_keeps_ends_and_logits():
+    tokens = 3000
+    record = small_record(
+        num_tokens=tokens, num_tokens_padded=tokens, query_start_loc=np.array([0, 1, tokens, tokens], np.int32),
+        input_ids=np.zeros(tokens, np.int32), positions=np.r_[7, np.arange(tokens - 1)],
+        slot_mappings=np.arange(tokens)[None, ::-1] * 2, logits_indices=np.array([0, tokens - 1]),
+    )  # fmt: skip
+    data = figures.batch_data(record)
+    assert [i for i, d in enumerate(data.drawn) if d] == [0, 1, tokens - 1]
+
+
+def test_thin_out_says_how_many_are_missing():
+    columns = [Column((str(i), "x"), "a" if i < 5 else "b", "") for i in range(8)]
+    kept = [True, False, False, False, True, True, False, True]
+    assert [c.texts for c in thin_out(columns, kept)] == [
+        ("0", "x"), ("+3", "…"), ("4", "x"), ("5", "x"), ("6", "x"), ("7", "x"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("draw", [figures.batch_data, figures.rows_data, figures.slots_data])
+def test_a_step_without_tokens_has_no_batch(draw: Any):
+    with pytest.raises(ConfigError, match="schedules no tokens"):
+        draw(EMPTY)
+
+
+# -- rows -----------------------------------------------------------------------------------------------------
+
+
+def test_rows_have_an_arrow_for_each_entry_of_idx_mapping():
+    data = figures.rows_data(small_record(), num_rows=12)
+    assert data.arrows == ((1, 1), (3, 0))
+    assert data.batch == ("b", "a", None)
+    assert [(r.first, r.last, r.req_id) for r in data.rows] == [
+        (0, 0, None), (1, 1, "a"), (2, 2, None), (3, 3, "b"), (4, 11, None),
+    ]  # fmt: skip
+
+
+def test_rows_of_requests_that_stand_by_are_known_from_earlier_steps():
+    steps = recording("wide").steps
+    checked = 0
+    for n in range(1, 40):
+        record = steps[n]
+        if not record.num_reqs:
+            continue
+        data = figures.rows_data(steps[: n + 1])
+        assert sorted(data.arrows) == sorted((int(r), i) for i, r in enumerate(record.idx_mapping))
+        for line in data.rows:
+            if line.stands_by:
+                checked += 1
+                assert line.req_id not in record.req_ids
+                last = next(s for s in reversed(steps[:n]) if line.req_id in s.req_ids)
+                assert last.idx_mapping[last.row_of(line.req_id)] == line.first
+    assert checked
+
+
+def test_in_the_dense_layout_nobody_stands_by():
+    steps = recording("preempt_v1").steps
+    for n in range(0, len(steps), 3):
+        if steps[n].num_reqs:
+            data = figures.rows_data(steps[: n + 1])
+            assert data.arrows == tuple((i, i) for i in range(steps[n].num_reqs))
+            assert not any(line.stands_by for line in data.rows)
+
+
+# -- blocks and slots -----------------------------------------------------------------------------------------
+
+
+def test_blocks_have_owners_and_the_slots_of_this_step():
+    data = figures.blocks_data(small_record(), num_blocks=9, block_size=4)
+    assert [(t.req_id, t.blocks, t.seq_len) for t in data.tables] == [("b", (4, 5), 8), ("a", (6,), 3)]
+    held = {c.block: (c.owners, c.filled, c.written) for c in data.blocks if c.owners}
+    assert held == {4: (("b",), 4, ()), 5: (("b",), 4, (3,)), 6: (("a",), 3, (0, 1, 2))}
+    assert len(data.blocks) == 9
+    assert data.complete
+
+
+@pytest.mark.parametrize("name", ["preempt", "prefix", "eagle"])
+def test_blocks_of_a_recording_are_those_of_its_tables_and_slots(name: str):
+    steps = recording(name).steps
+    shared = False
+    for n in range(0, len(steps), 5):
+        record = steps[n]
+        if not record.num_reqs:
+            continue
+        data = figures.blocks_data(steps[: n + 1], num_blocks=200)
+        cells = {c.block: c for c in data.blocks}
+        for i, req_id in enumerate(record.req_ids):
+            for block in record.block_tables[0][i]:
+                assert req_id in cells[int(block)].owners
+        written = sorted(c.block * 16 + offset for c in data.blocks for offset in c.written)
+        assert written == sorted(set(record.slot_mappings[0][record.slot_mappings[0] >= 0].tolist()))
+        shared |= any(len(c.owners) > 1 for c in data.blocks)
+    assert shared == (name == "prefix")
+
+
+def test_a_resumed_request_has_its_new_blocks_alone():
+    again = SchedulerOutput(
+        scheduled_cached_reqs=CachedRequestData(["b"], [0], [([7, 8],)], [1], frozenset({"b"})),
+        num_scheduled_tokens={"b": 9},
+    )
+    data = figures.blocks_data([small_record(), StepRecord(again)], block_size=4)
+    assert {t.req_id: t.blocks for t in data.tables} == {"b": (7, 8), "a": (6,)}
+
+
+def test_a_large_cache_is_drawn_without_its_free_blocks():
+    data = figures.blocks_data(small_record(), num_blocks=5000, block_size=4)
+    assert [c.block for c in data.blocks if c.drawn] == [4, 5, 6]
+
+
+def test_slots_fall_apart_into_block_and_offset_with_a_sentinel_tail():
+    (group,) = figures.slots_data(small_record())
+    assert group.block_size == 4
+    assert [(p.req_id, p.position, p.block, p.offset, p.slot) for p in group.places] == [
+        ("b", 7, 5, 3, 23), ("a", 0, 6, 0, 24), ("a", 1, 6, 1, 25), ("a", 2, 6, 2, 26), (None, None, None, None, -1),
+    ]  # fmt: skip
+
+
+def test_a_recording_tells_its_block_size():
+    for name in ("preempt", "preempt_v1", "eagle", "hybrid", "wide"):
+        trace = recording(name)
+        record = max(trace.steps, key=lambda s: s.num_tokens)
+        for g in range(len(record.slot_mappings)):
+            assert block_size(record, g) == trace.meta["block_size"]
+
+
+def test_a_wrong_slot_does_not_hide_the_block_size_and_no_slots_are_refused():
+    record = mixed_steps(8)[-1]
+    slots = record.slot_mappings.copy()
+    slots[0, 3] += 1
+    assert block_size(dataclasses.replace(record, slot_mappings=slots)) == 16
+    with pytest.raises(ConfigError, match="size of a block cannot be told"):
+        block_size(dataclasses.replace(record, slot_mappings=np.full_like(slots, -1)))
+
+
+# -- timeline -------------------------------------------------------------------------------------------------
+
+
+def test_timeline_counts_what_the_plans_say():
+    trace = recording("preempt")
+    data = figures.timeline_data(trace)
+    assert len(data.work) == sum(s.num_reqs for s in trace.steps)
+    said = sorted((n, r) for n, s in enumerate(trace.steps) for r in s.plan.preempted_req_ids)
+    assert sorted((n, life.req_id) for life in data.lives for n in life.preempted) == said
+    assert said
+    again = [w for w in data.work if w.resumed]
+    seen: set[str] = set()
+    expected = []
+    for n, s in enumerate(trace.steps):
+        expected += [(n, x.req_id) for x in s.plan.scheduled_new_reqs if x.req_id in seen]
+        seen |= {x.req_id for x in s.plan.scheduled_new_reqs}
+    assert [(w.step, w.req_id) for w in again] == expected
+    assert all(w.kind == "prefill" for w in again)
+
+
+def test_timeline_tells_prefills_from_decodes():
+    trace = recording("mixed")
+    prompts = {n.req_id: len(n.prefill_token_ids) for s in trace.steps for n in s.plan.scheduled_new_reqs}
+    for work in figures.timeline_data(trace).work:
+        record = trace.steps[work.step]
+        first = int(record.positions[record.query_start_loc[record.row_of(work.req_id)]])
+        assert work.kind == ("prefill" if first < prompts[work.req_id] else "decode")
+
+
+def test_a_dense_recording_has_the_timeline_of_the_same_scenario_in_slots():
+    slots, dense = (figures.timeline_data(recording(n)) for n in ("preempt", "preempt_v1"))
+    assert [life.preempted for life in slots.lives] == [life.preempted for life in dense.lives]
+    by_step = [sorted((w.step, w.req_id, w.kind, w.tokens, w.resumed) for w in d.work) for d in (slots, dense)]
+    assert by_step[0] == by_step[1]
+    assert slots.held == dense.held
+
+
+def test_timeline_counts_free_blocks_and_drafts():
+    trace = recording("eagle")
+    data = figures.timeline_data(trace)
+    tables: dict[str, list[int]] = {}
+    for record, free in zip(trace.steps, data.free or (), strict=True):
+        for req_id in record.plan.finished_req_ids:
+            tables.pop(req_id, None)
+        for new in record.plan.scheduled_new_reqs:
+            tables[new.req_id] = list(new.block_ids[0])
+        cached = record.plan.scheduled_cached_reqs
+        for req_id, more in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            tables[req_id] += more[0] if more else []
+        assert free == 200 - 1 - len({b for t in tables.values() for b in t})
+    rejected = sum(int(s.num_rejected.sum()) for s in trace.steps if s.num_rejected is not None)
+    assert sum(w.rejected for w in data.work) == rejected > 0
+    assert all(w.accepted == w.sampled - 1 for w in data.work if w.kind == "drafts")
+
+
+def test_a_timeline_has_steps_and_not_too_many():
+    with pytest.raises(ConfigError, match="0 steps"):
+        figures.timeline_data([])
+    with pytest.raises(ConfigError, match="1001 steps"):
+        figures.timeline_data([EMPTY] * 1001)
+
+
+# -- sampling -------------------------------------------------------------------------------------------------
+
+
+def test_sampling_follows_a_row_through_its_steps():
+    steps = mixed_steps(8)
+    record = steps[-1]
+    for req_id in record.req_ids:
+        data = figures.sampling_data(steps, req_id)
+        assert data.winner == data.drawn == record.tokens()[req_id][0]
+        assert data.verdict == "equal"
+        names = [s.name for s in data.steps]
+        assert names == (["raw logits"] if data.greedy else ["raw logits", "temperature", "top-k"])
+        raw = record.logits[record.row_of(req_id)].astype(np.float64)
+        p = np.exp(raw - raw.max())
+        np.testing.assert_allclose(data.steps[0].probabilities, (p / p.sum())[list(data.tokens)], rtol=1e-9)
+        for step in data.steps:
+            assert sum(step.probabilities) + step.rest == pytest.approx(1)
+        lead = data.scores[data.tokens.index(data.winner)] - data.scores[data.tokens.index(data.second)]
+        assert data.margin == pytest.approx(lead)
+        assert data.margin > 0
+        if not data.greedy:
+            assert data.steps[-1].left == 20
+            assert data.noise is not None
+
+
+def test_sampling_of_recorded_logits_gives_the_recorded_tokens():
+    trace = recording("sampling")
+    with np.load(RECORDINGS / "sampling_logits.npz", allow_pickle=False) as stored:
+        met: set[str] = set()
+        for n in (3, 17, 30):
+            record = trace.steps[n]
+            logits = step_logits(stored, record, "sampling")
+            for req_id in (r for r, tokens in record.tokens().items() if tokens):
+                data = figures.sampling_data(trace.steps[: n + 1], req_id, logits=logits, noise="philox")
+                assert data.winner == record.tokens()[req_id][0]
+                met |= {s.name for s in data.steps}
+    assert {"temperature", "min-p", "top-k", "top-p", "penalties"} <= met
+
+
+def test_sampling_needs_to_know_the_request():
+    record = mixed_steps(8)[-1]
+    with pytest.raises(ConfigError, match="nothing is known of what the request wants"):
+        figures.sampling_data(record, "r000")
+    with pytest.raises(UnknownNameError, match="'r00x'"):
+        figures.sampling_data(record, "r00x")
+    with pytest.raises(ConfigError, match="holds no logits"):
+        figures.sampling_data([*mixed_steps(8)[:1], dataclasses.replace(record, logits=None)], "r000")
+    with pytest.raises(ConfigError, match="no such logits row"):
+        figures.sampling_data(mixed_steps(8), "r000", row=1)
+    thinking = KnownRequest(SamplingParams(thinking_token_budget=3), 0, 2, [1, 2])
+    with pytest.raises(ConfigError, match="reasoning"):
+        figures.sampling_data(record, "r000", request=thinking)
+
+
+def test_bias_and_bans_show_in_their_columns():
+    record = mixed_steps(1)[-1]
+    params = SamplingParams(temperature=0.0, logit_bias={7: 50.0}, allowed_token_ids=(7, 8, 9))
+    request = KnownRequest(params, 0, 5, [3, 8, 13, 18, 23, 255])
+    data = figures.sampling_data(record, "r000", request=request)
+    assert [s.name for s in data.steps] == ["raw logits", "allowed tokens", "bias"]
+    assert [s.left for s in data.steps] == [512, 3, 3]
+    assert data.winner == 7
+    assert data.steps[-1].probabilities[data.tokens.index(7)] == pytest.approx(1)
+    assert data.verdict == "divergence"  # the runner was not asked for any of this
+
+
+# -- divergence and kill matrix -------------------------------------------------------------------------------
+
+
+def test_divergence_marks_the_cells_that_differ_and_no_others():
+    left = small_record()
+    tables = ((np.array([4, 9], np.int32), np.array([6, 7], np.int32), np.zeros(2, np.int32)),)
+    right = small_record(slot_mappings=np.array([[23, 24, 99, 26, 4]]), block_tables=tables)
+    data = figures.divergence_data(left, right)
+    assert [f.name for f in data.different] == ["block_tables", "slot_mappings"]
+    for field in data.different:
+        found = compare_field(field.name, left, right)
+        assert (field.equal, field.different) == (found.equal, found.different)
+        assert sum(c.differs for c in field.cells) == found.different
+    table, slots = data.different
+    assert [(c.index, c.left, c.right, c.req_id) for c in table.cells if c.differs] == [((0, 0, 1), 5, 9, "b")]
+    wrong = [(c.index, c.left, c.right, c.req_id, c.position) for c in slots.cells if c.differs]
+    assert wrong == [((0, 2), 25, 99, "a", 1), ((0, 4), -1, 4, None, None)]
+    assert "positions" in data.equal
+
+
+def test_divergence_shows_the_first_of_many_and_elements_of_one_side():
+    left = mixed_steps(64)[-1]
+    positions = left.positions.copy()
+    positions[200:] += 1
+    right = dataclasses.replace(left, positions=positions, req_ids=left.req_ids[:-1])
+    ids, at = figures.divergence_data(left, right).different
+    assert [(c.left, c.right) for c in ids.cells if c.differs] == [(left.req_ids[-1], None)]
+    assert (at.name, at.different) == ("positions", left.num_tokens - 200)
+    assert at.cells[4].index == (200,)
+    assert [c.differs for c in at.cells[:5]] == [False] * 4 + [True]
+    with pytest.raises(ConfigError, match="nothing to compare"):
+        figures.divergence_data(EMPTY, EMPTY)
+    assert not figures.divergence_data(left, left).different
+
+
+def test_kill_matrix_counts_clauses_by_area():
+    matrix = {
+        "runner": "cpu", "survivors": [{"mutant": "two", "reason": "noticed by no clause"}],
+        "matrix": {"one": ["MR-SLOT-001", "MR-SLOT-002", "MR-BATCH-001"], "two": []},
+    }  # fmt: skip
+    data = figures.kill_matrix_data(matrix)
+    assert data.areas == ("BATCH", "SLOT")
+    assert [(line.mutant, line.failed, line.survived) for line in data.lines] == [
+        ("one", (1, 2), False), ("two", (0, 0), True),
+    ]  # fmt: skip
+    assert data.killed == 1
+    for broken in ({}, {"runner": "cpu", "matrix": 3, "survivors": []}, []):
+        with pytest.raises(ConfigError, match="no kill matrix"):
+            figures.kill_matrix_data(broken)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no mutant"):
+        figures.kill_matrix_data({"runner": "cpu", "matrix": {}, "survivors": []})
+
+
+# -- drawing --------------------------------------------------------------------------------------------------
+
+
+def _drawings(num_reqs: int) -> dict[str, Any]:
+    steps = mixed_steps(num_reqs)
+    record = steps[-1]
+    slots = record.slot_mappings.copy()
+    slots[0, 0] += 1
+    wrong = dataclasses.replace(record, slot_mappings=slots, positions=record.positions + 1)
+    matrix = {f"mutant-{i}": ["MR-SLOT-001"] * (i % 4) for i in range(num_reqs)}
+    return {
+        "batch": figures.batch(record),
+        "rows": figures.rows(steps),
+        "blocks": figures.blocks(steps),
+        "slots": figures.slots(record),
+        "timeline": figures.timeline(steps),
+        "sampling": figures.sampling(steps, record.req_ids[-1]),
+        "divergence": figures.divergence(record, wrong),
+        "kill_matrix": figures.kill_matrix({"runner": "x", "matrix": matrix, "survivors": [{"mutant": "mutant-0"}]}),
+    }
+
+
+def _check_texts(figure: Any, what: str) -> None:
+    """Every text lies on the figure, is large enough, and covers no other one."""
+    renderer = figure.canvas.get_renderer()
+    texts = [t for axes in figure.axes for t in axes.texts if t.get_text()]
+    boxes = np.array([t.get_window_extent(renderer).extents for t in texts])
+    width, height = figure.bbox.width, figure.bbox.height
+    for text, (x0, y0, x1, y1) in zip(texts, boxes, strict=True):
+        inside = min(x0, y0, width - x1, height - y1) >= 0
+        assert inside, f"{what}: {text.get_text()!r} is cut"
+        assert text.get_fontsize() >= 7, f"{what}: {text.get_text()!r}"
+    # Descenders and the room above small letters may touch: a tenth of a letter's height is no overlap.
+    slack = 0.1 * look.SMALL * style.DOTS_PER_INCH / 72
+    x0, y0, x1, y1 = boxes.T
+    meet = (
+        (x0[:, None] < x1 - slack)
+        & (x0 < x1[:, None] - slack)
+        & (y0[:, None] < y1 - slack)
+        & (y0 < y1[:, None] - slack)
+    )
+    np.fill_diagonal(meet, False)
+    pairs = [(texts[i].get_text(), texts[j].get_text()) for i, j in np.argwhere(meet)]
+    assert not pairs, f"{what}: {pairs[:3]}"
+
+
+@pytest.mark.parametrize("num_reqs", SIZES)
+def test_no_text_is_cut_or_covered(num_reqs: int):
+    pytest.importorskip("matplotlib")
+    for what, figure in _drawings(num_reqs).items():
+        assert figure.get_size_inches()[0] == look.WIDTH
+        _check_texts(figure, f"{what}, {num_reqs} requests")
+
+
+@pytest.mark.parametrize("name", ["wide", "eagle", "hybrid"])
+def test_no_text_of_a_recording_is_cut_or_covered(name: str):
+    pytest.importorskip("matplotlib")
+    trace = recording(name)
+    n = max(range(len(trace.steps)), key=lambda i: trace.steps[i].num_reqs)
+    _check_texts(figures.timeline(trace), "timeline")
+    _check_texts(figures.batch(trace.steps[n]), "batch")
+    _check_texts(figures.blocks(trace.steps[: n + 1], num_blocks=100), "blocks")
+
+
+def test_long_request_ids_get_short_names_and_a_legend():
+    pytest.importorskip("matplotlib")
+    record = mixed_steps(8, True, "chatcmpl-5f2a-")[-1]
+    figure = figures.batch(record)
+    _check_texts(figure, "batch")
+    said = " ".join(t.get_text() for t in figure.axes[0].texts)
+    assert "…3 = chatcmpl-5f2a-003" in said
+    ids = ["one-very-long-name", "another-very-long-name"]
+    assert figures.Names(ids).legend(ids) == "#0 = one-very-long-name, #1 = another-very-long-name"
+    # ids that are cut at the same place stay apart
+    for ids in (["prefix-0000001", "prefix-0000002"], ["abcdefgh", "abcdefgh1"], ["same-length-x"]):
+        assert len({figures.Names(ids).short(i) for i in ids}) == len(ids)
+        assert all(0 < len(figures.Names(ids).short(i)) <= look.LONGEST_NAME for i in ids)
+
+
+def test_files_are_png_or_svg_and_the_same_each_time(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    for ending, start in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
+        for k in range(2):
+            figures.save(figures.batch(small_record()), tmp_path / f"{k}{ending}")
+        first, second = ((tmp_path / f"{k}{ending}").read_bytes() for k in range(2))
+        assert first == second
+        assert first.startswith(start)
+    assert figures.batch(small_record())._repr_png_().startswith(b"\x89PNG")
+    with pytest.raises(ConfigError, match=r"\.gif"):
+        figures.save(figures.batch(small_record()), tmp_path / "x.gif")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        figures.save(figures.batch(small_record()), tmp_path / "no" / "x.png")
+
+
+def test_without_matplotlib_drawing_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    style._figure_class.cache_clear()
+    with pytest.raises(ConfigError, match=r"modelrunner\[plot\]"):
+        figures.batch(small_record())
+    assert figures.batch_data(small_record()).tokens == token_places(small_record())
+    style._figure_class.cache_clear()
