@@ -53,6 +53,8 @@ def lines(folder: Path, commit: str) -> Iterator[str]:
     for name, title in (
         ("gpu_pytest", "Tests marked `gpu` or `interpret`"),
         ("gpu_metamorphic", "Metamorphic tests of sampling, 1 to 1,024 rows"),
+        ("gpu_mutants", "Faults planted in the Triton runner (`modelrunner mutants --runner gpu`)"),
+        ("gpu_catalogue", "The catalogue of public bugs (`python -m conformance.catalogue --runner gpu`)"),
     ):
         if (folder / f"{name}.txt").exists():
             yield f"\n## {title}\n\n`{last_line(folder / f'{name}.txt')}`"
@@ -81,9 +83,12 @@ def clauses(path: Path, title: str) -> Iterator[str]:
     for name, area in report["areas"].items():
         must, should = area["must"], area["should"]
         yield f"| {name} | {must[0]}/{must[1]} | {should[0]}/{should[1]} | {area['skipped']} |"
-    skipped = [f"{i} ({c['reason']})" for i, c in report["clauses"].items() if c["outcome"] == "skip"]
-    if skipped:
-        yield "\nSkipped: " + "; ".join(skipped)
+    skipped: dict[str, list[str]] = {}
+    for i, c in report["clauses"].items():
+        if c["outcome"] == "skip":
+            skipped.setdefault(c["reason"], []).append(i.removeprefix("MR-"))
+    for reason, ids in skipped.items():
+        yield f"\nSkipped ({reason}): {' '.join(ids)}"
     failed = [f"{i}: {c['first']}" for i, c in report["clauses"].items() if c["outcome"] == "fail"]
     if failed:
         yield "\nFailed: " + "; ".join(failed)

