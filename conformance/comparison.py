@@ -65,8 +65,8 @@ def compare_field(name: str, expected: StepRecord, got: StepRecord) -> FieldComp
     """Compare one field of two records of the same step.
 
     Elements that only one side has count as different. `block_tables` is compared per [group][request] on the rows
-    and columns that `expected` holds, because a runner may already own blocks for tokens to come; a group that only
-    one side has counts as different. A field that `expected` lacks (None) has nothing to compare; one that `got` lacks
+    and columns that `expected` holds, because a runner may already own blocks for tokens to come, and rows of padding
+    as far as both tables are wide; a group that only one side has counts as different. A field that `expected` lacks (None) has nothing to compare; one that `got` lacks
     is different in every element. Raises `UnknownNameError` for a field without a comparison.
     """
     if name not in COMPARABLE_FIELDS:
@@ -75,7 +75,7 @@ def compare_field(name: str, expected: StepRecord, got: StepRecord) -> FieldComp
     if left is None:
         return FieldComparison(name, 0, 0)
     if name == "block_tables":
-        equal, different, index = _compare_block_tables(left, right or ())
+        equal, different, index = _compare_block_tables(left, right or (), expected.num_reqs)
     else:
         equal, different, index = compare_arrays(_array(left), None if right is None else _array(right))
     if index is None:
@@ -135,7 +135,7 @@ def owner_of(name: str, index: tuple[int, ...], record: StepRecord) -> tuple[str
     return req_id, int(at[token]) if known else None
 
 
-def _compare_block_tables(expected: Any, got: Any) -> tuple[int, int, tuple[int, ...] | None]:
+def _compare_block_tables(expected: Any, got: Any, num_reqs: int) -> tuple[int, int, tuple[int, ...] | None]:
     equal = different = 0
     first: tuple[int, ...] | None = None
     for g in range(max(len(expected), len(got))):
@@ -143,7 +143,8 @@ def _compare_block_tables(expected: Any, got: Any) -> tuple[int, int, tuple[int,
         ours = got[g] if g < len(got) else ()
         for i, row in enumerate(theirs if g < len(expected) else ours):
             if i < len(theirs) and i < len(ours):
-                e, d, at = compare_arrays(row, ours[i][: len(row)])
+                wide = len(row) if i < num_reqs else min(len(row), len(ours[i]))
+                e, d, at = compare_arrays(row[:wide], ours[i][:wide])
             else:
                 e, d, at = compare_arrays(row, None)
             equal, different = equal + e, different + d

@@ -7,6 +7,7 @@ place is a story too (`conformance.story`), which `conformance.shrink` makes sma
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -19,6 +20,7 @@ from conformance.divergence import Sides, first_divergence
 from conformance.driver import REASONING, WorldSize, palette
 from conformance.evaluate import StepJudge, record_parts
 from conformance.harness import build_runner
+from conformance.layouts import in_layout
 from conformance.planned_step import WorldRequest
 from conformance.report import batch_table
 from conformance.story import Story, StoryWorld
@@ -128,8 +130,10 @@ def plan_rules(asked: st.SearchStrategy[Any]) -> type[RuleBasedStateMachine]:
 
 def machine_for(runner: str | RunnerFactory, oracle: str | RunnerFactory = "cpu") -> type[RuleBasedStateMachine]:
     """A state machine class that judges `runner`."""
-    candidate_factory, oracle_factory = load_factory(runner), load_factory(oracle)
-    offered = call_factory(candidate_factory, RunnerConfig(max_num_reqs=2)).describe().capabilities
+    candidate_factory = load_factory(runner)
+    info = call_factory(candidate_factory, RunnerConfig(max_num_reqs=2)).describe()
+    offered, layout = info.capabilities, info.layout
+    oracle_factory = in_layout(oracle, layout)
     reasoning = REASONING if Capability.THINKING_BUDGET in offered else None
     asked = st.sampled_from(palette(offered, RunnerConfig(reasoning=reasoning), VOCAB))
 
@@ -137,18 +141,23 @@ def machine_for(runner: str | RunnerFactory, oracle: str | RunnerFactory = "cpu"
         @initialize(
             rows=st.integers(1, 8) | st.integers(9, 64), block_size=st.integers(1, 6) | st.integers(7, 64),
             window=st.none() | st.integers(1, 8), num_blocks=st.integers(12, 60), flip=st.booleans(),
-            late=st.booleans(), order=st.randoms(use_true_random=False),
+            late=st.booleans(), order=st.randoms(use_true_random=False), threshold=st.sampled_from([None, 1, 4]),
         )  # fmt: skip
         def start(
-            self, rows: int, block_size: int, window: int | None, num_blocks: int, flip: bool, late: bool, order: Random
-        ) -> None:
+            self, rows: int, block_size: int, window: int | None, num_blocks: int, flip: bool, late: bool,
+            order: Random, threshold: int | None,
+        ) -> None:  # fmt: skip
             groups = [WitnessGroup(block_size)]
             if window is not None and {Capability.MULTI_GROUP, Capability.SLIDING_WINDOW} <= offered:
                 groups.append(WitnessGroup(2 * block_size, window))
             config = RunnerConfig(
                 max_num_reqs=rows, max_num_batched_tokens=64, max_model_len=40, record=record_parts(offered),
-                initial_free_rows=tuple(range(rows))[::-1] if flip else None, reasoning=reasoning,
+                reasoning=reasoning, layout=layout,
             )  # fmt: skip
+            if layout == "dense":
+                config = replace(config, reorder_batch_threshold=threshold)
+            elif flip:
+                config = replace(config, initial_free_rows=tuple(range(rows))[::-1])
             size = WorldSize(config, WitnessConfig(groups=tuple(groups)), num_blocks)
             self.candidate, cache = build_runner(candidate_factory, size.model, config, num_blocks)
             reference, _ = build_runner(oracle_factory, size.model, config, num_blocks)

@@ -41,8 +41,6 @@ def test_lockstep(runner_session: RunnerSession) -> None:
 def test_search(runner_session: RunnerSession) -> None:
     """Hypothesis looks for plans that break a clause, and shrinks them."""
     _ready(runner_session)
-    if runner_session.info.layout != "slots":
-        pytest.skip("the search tells its plans in the shape of the slots layout")
     search(runner_session.factory, SEARCH, oracle=runner_session.oracle)
 
 

@@ -108,6 +108,16 @@ def test_a_field_that_was_not_recorded_has_nothing_to_compare():
     assert (result.equal, result.different, result.first) == (0, 0, None)
 
 
+def test_rows_of_padding_are_compared_as_far_as_both_are_wide():
+    (rows,) = record().block_tables
+    wide, narrow = ((*rows, np.zeros(n, np.int32)) for n in (8, 3))
+    assert compare_field("block_tables", record(block_tables=(wide,)), record(block_tables=(narrow,))).different == 0
+    stale = (*rows, np.array([0, 0, 7], np.int32))
+    result = compare_field("block_tables", record(block_tables=(wide,)), record(block_tables=(stale,)))
+    assert result.different == 1
+    assert result.first.index == (0, 2, 2)
+
+
 def test_block_tables_compare_the_columns_that_the_expected_side_holds():
     longer = ((np.array([4, 5, 70]), np.array([6, 71]), np.array([0, 0])),)
     assert compare_field("block_tables", record(), record(block_tables=longer)).different == 0

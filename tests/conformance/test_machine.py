@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from conformance.layouts import in_layout
 from conformance.machine import search
+from conformance.mutants import CPU_MUTANTS
 from conformance.mutation import mutated
 from conformance.profiles import PROFILES, profile
 from conformance.strategies import StepCase, step_cases
@@ -17,6 +19,19 @@ FEW = settings(profile("ci"), max_examples=40, stateful_step_count=15)
 
 def test_the_reference_passes() -> None:
     search("cpu", profile("ci"))
+
+
+def test_the_reference_passes_with_dense_rows() -> None:
+    search(in_layout("cpu", "dense"), FEW)
+
+
+def test_a_fault_of_dense_rows_is_found() -> None:
+    fault = next(m for m in CPU_MUTANTS if m.id == "dense-tokens-left-behind")
+    with (
+        mutated("cpu", fault.path, fault.old, fault.new) as mutant,
+        pytest.raises(AssertionError, match="|".join(fault.clauses)),
+    ):
+        search(in_layout(mutant.factory, "dense"), FEW)
 
 
 def test_a_fault_is_found_shrunk_and_drawn() -> None:
