@@ -30,6 +30,9 @@ WHATS: dict[str, tuple[str, ...]] = {
     "divergence": ("step", "against"),
     "kill-matrix": (),
 }
+# Options that a picture may have besides those that it needs.
+MAY_HAVE = {"blocks": ("block_size",), "slots": ("block_size",)}
+LABEL_WIDTH = 1.15  # inches that a row's label may take
 
 
 def show(subparsers: Any) -> None:
@@ -52,6 +55,10 @@ def show(subparsers: Any) -> None:
     parser.add_argument(
         "--against", metavar="FILE", help="with --what divergence: the other recording of the same plans"
     )
+    parser.add_argument(
+        "--block-size", type=int, metavar="N", help="with --what blocks or slots: tokens of a block, of all groups "
+        "(default: what the trace says)",
+    )  # fmt: skip
     parser.set_defaults(run=run_show)
 
 
@@ -95,15 +102,15 @@ def _check_options(args: argparse.Namespace, ending: str | None) -> None:
             "what to draw is not said", field="-o", got=args.output, expected=f"--what {', '.join(WHATS)}"
         )
     needs = WHATS.get(args.what, ("step",) if ending in (None, PAGE) else ())
-    for name in ("step", "request", "against"):
-        given = getattr(args, name) is not None
+    for name in ("step", "request", "against", "block_size"):
+        given, option = getattr(args, name) is not None, f"--{name.replace('_', '-')}"
         if args.what is not None and name in needs and not given:
-            raise ConfigError(f"--what {args.what} needs it", field=f"--{name}", got="nothing")
-        if given and name not in needs:
+            raise ConfigError(f"--what {args.what} needs it", field=option, got="nothing")
+        if given and name not in (*needs, *MAY_HAVE.get(args.what, ())):
             what = f"--what {args.what}" if args.what else "a table" if ending is None else "a page"
-            raise ConfigError(
-                f"{what} has no use for it", field=f"--{name}", got=getattr(args, name), hint="Leave it out"
-            )
+            raise ConfigError(f"{what} has no use for it", field=option, got=getattr(args, name), hint="Leave it out")
+    if args.block_size is not None and args.block_size < 1:
+        raise ConfigError("no size of a block", field="--block-size", got=args.block_size, expected="at least 1")
 
 
 # -- text -----------------------------------------------------------------------------------------------------
@@ -183,7 +190,7 @@ def _draw(trace: Trace, args: argparse.Namespace) -> Any:
         return figures.timeline(trace)
     names = figures.Names(figures.requests_of(trace))
     past = trace.steps[: args.step + 1]
-    size = trace.meta.get("block_size")
+    size = args.block_size or trace.meta.get("block_size")
     draw: dict[str, Callable[[], Any]] = {
         "batch": lambda: figures.batch(past[-1], names=names),
         "rows": lambda: figures.rows(past, num_rows=trace.meta.get("max_num_seqs"), names=names),
@@ -199,6 +206,8 @@ def _sampling(trace: Trace, args: argparse.Namespace) -> Any:
     from conformance import figures
 
     record = trace.steps[args.step]
+    if args.request not in record.req_ids:
+        raise UnknownNameError("request of this step", args.request, record.req_ids, field="--request")
     logits = record.logits
     if logits is None and trace.is_vllm_recording and record.num_reqs:
         logits = _recorded_logits(Path(args.recording), trace, record)
@@ -213,7 +222,7 @@ def _recorded_logits(path: Path, trace: Trace, record: StepRecord) -> np.ndarray
     if not beside.exists():
         raise TraceError(
             "the recording holds no logits, so that no draw can be followed", field=str(beside), got="no such file",
-            hint="Replay it and record logits (RunnerConfig.record)",
+            hint='Replay it by a runner with RunnerConfig(record=frozenset({"logits"}))',
         )  # fmt: skip
     with np.load(beside, allow_pickle=False) as stored:
         return step_logits(stored, record, trace.name)
@@ -245,13 +254,22 @@ def _divergence(trace: Trace, args: argparse.Namespace) -> Any:
             got=args.step,
             expected=f"0 to {len(other.steps) - 1}",
         )
+    names = figures.Names([*figures.requests_of(trace), *figures.requests_of(other)])
     return figures.divergence(
-        trace.steps[args.step], other.steps[args.step], labels=(_label(trace.name), _label(other.name))
+        trace.steps[args.step], other.steps[args.step], labels=(_label(trace.name), _label(other.name)), names=names
     )
 
 
-def _label(name: str, limit: int = 16) -> str:
-    return name if len(name) <= limit else f"{name[: limit - 1]}…"
+def _label(name: str) -> str:
+    """The name, or as much of its front as there is room for."""
+    from conformance.figures.look import CELL, plain
+    from conformance.figures.sheet import text_width
+
+    name = plain(name)
+    if text_width(name, CELL) <= LABEL_WIDTH:
+        return name
+    fits = (n for n in range(len(name), 0, -1) if text_width(f"{name[:n]}…", CELL) <= LABEL_WIDTH)
+    return f"{name[: next(fits, 1)]}…"
 
 
 def _kill_matrix(path: Path) -> Any:

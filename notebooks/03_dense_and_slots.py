@@ -105,8 +105,8 @@ assert slots[1].idx_mapping.tolist() == [7, 5, 4]
 figures.rows(slots[:2], num_rows=8, names=names)
 
 # %% [markdown]
-# In the dense layout B left a hole in row 1, and D, the last one, was moved into it. `idx_mapping` is 0, 1, 2 in
-# every step, and the order of the batch is the order of the rows.
+# In the dense layout B left a hole in row 1, and D, the last one, was moved into it. `idx_mapping` is 0, 1, 2, …
+# in every step, and the order of the batch is the order of the rows.
 
 # %%
 assert dense[1].req_ids == ("A", "D", "C")
@@ -121,7 +121,7 @@ assert dense[2].req_ids == ("E", "D", "C")
 figures.rows(dense[:3], num_rows=8, names=names)
 
 # %% [markdown]
-# Tokens depend on neither. The only trace of the layout is in the runner's counters: one row moved.
+# Tokens depend on neither. What it costs is in the counters: one row moved.
 
 # %%
 assert [r.tokens() for r in slots] == [r.tokens() for r in dense]

@@ -201,7 +201,8 @@ figures.sampling(record, "A")
 # %% [markdown]
 # A *certificate* says what is known of a token. The logits count as exact. Everything behind them is worked out in
 # float64, and a bound on rounding is carried along. The exact winner is `equal`. A token behind it by less than the
-# bound is a `near tie`. Anything else is a `divergence`.
+# bound is a `near tie`. Anything else is a `divergence`. The margin is measured from the token whose score stays
+# best if rounding does its worst: here that is token 20 itself, so that its margin is 0.
 
 # %%
 third = int(np.argsort(-noise)[1])
@@ -209,6 +210,8 @@ for token in (exact.winner, {best, rival}.difference({exact.winner}).pop(), thir
     certificate = exact.certify(token)
     print(f"{certificate.verdict:11} {certificate}")
 lead, bound = abs(exact.scores[best] - exact.scores[rival]), exact.bounds[best] + exact.bounds[rival]
+assert (best, rival) == (16, 20)
+assert exact.certify(rival).margin == 0
 print(f"the two sums differ by {lead:.2g}, and rounding may move them by {bound:.2g}")
 assert exact.winner in (best, rival)
 assert lead < bound

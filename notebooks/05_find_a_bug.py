@@ -63,7 +63,7 @@ print(f"{finding.clause_id} {finding.law}\n{finding.cell}\n\n{finding.table}")
 # ## The picture
 #
 # The same plans on the right runner, and the two records of the last step one above the other. The first field that
-# differs is the cause; what differs behind it follows from it.
+# differs is the cause; what differs behind it, here the token that is drawn, follows from it.
 
 
 # %%
@@ -79,7 +79,7 @@ def last_record(case, factory):
 
 right = last_record(finding.case, "cpu")
 different = figures.divergence_data(right, finding.record).different
-assert [field.name for field in different] == ["input_ids"]
+assert [field.name for field in different] == ["input_ids", "token_ids"]
 figures.divergence(right, finding.record, labels=("right", "wrong"))
 
 # %% [markdown]

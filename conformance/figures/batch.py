@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from conformance.figures.look import Names
+from conformance.figures.look import VERMILION, Names
 from conformance.figures.ragged import RequestPlace, TokenPlace, need_tokens, request_places, token_places
 from conformance.figures.sheet import Sheet
 from conformance.figures.strip import Column, Row, draw_strip, thin_out
@@ -18,15 +18,23 @@ from runner_api import StepRecord
 # Batches of more tokens are drawn without the inner tokens of long runs.
 MAX_TOKENS = 100
 MAX_COLUMNS = 320
+# Pointers off the axis that are named one by one.
+MAX_LOST = 12
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPicture:
-    """What the picture shows. drawn: for each token place, whether it has a column of its own."""
+    """What the picture shows. drawn: for each token place, whether it has a column of its own.
+
+    lost_logits: (row, index) of each of logits_indices that is no place of the axis. lost_starts: (entry, value) of
+    each of query_start_loc that is none, nor the axis's end.
+    """
 
     tokens: tuple[TokenPlace, ...]
     requests: tuple[RequestPlace, ...]
     drawn: tuple[bool, ...]
+    lost_logits: tuple[tuple[int, int], ...] = ()
+    lost_starts: tuple[tuple[int, int], ...] = ()
 
 
 def batch_data(record: StepRecord, *, max_tokens: int = MAX_TOKENS) -> BatchPicture:
@@ -42,7 +50,10 @@ def batch_data(record: StepRecord, *, max_tokens: int = MAX_TOKENS) -> BatchPict
         drawn = tuple(_is_corner(tokens, i) for i in range(len(tokens)))
         if sum(drawn) > MAX_COLUMNS:
             drawn = tuple(_is_end(tokens, i) for i in range(len(tokens)))
-    return BatchPicture(tokens, request_places(record), drawn)
+    n = len(tokens)
+    lost_logits = tuple((r, i) for r, i in enumerate(record.logits_indices.tolist()) if not 0 <= i < n)
+    lost_starts = tuple((k, i) for k, i in enumerate(record.query_start_loc.tolist()) if not 0 <= i <= n)
+    return BatchPicture(tokens, request_places(record), drawn, lost_logits, lost_starts)
 
 
 def _is_end(tokens: tuple[TokenPlace, ...], i: int) -> bool:
@@ -81,6 +92,7 @@ def batch(record: StepRecord, *, names: Names | None = None, max_tokens: int = M
     )
     if not all(data.drawn):
         sheet.note(_left_out(data))
+    sheet.note(_lost(data), VERMILION)
     sheet.down(0.06)
     groups = len(record.slot_mappings)
     rows = [
@@ -100,6 +112,14 @@ def _left_out(data: BatchPicture) -> str:
     if corners:
         return "+n …: n more tokens, whose positions and slots go up by one from the cell before (-1 stays -1)."
     return "+n …: n more tokens of the request, at consecutive positions; their slots are not drawn (see `slots`)."
+
+
+def _lost(data: BatchPicture) -> str:
+    """What points at no place of the axis; empty where nothing does."""
+    lost = [f"▲{row} at {i}" for row, i in data.lost_logits]
+    lost += [f"query_start_loc[{k}] = {i}" for k, i in data.lost_starts]
+    more = f", and {len(lost) - MAX_LOST} more" if len(lost) > MAX_LOST else ""
+    return f"Not on the axis: {', '.join(lost[:MAX_LOST])}{more}." if lost else ""
 
 
 def _title(record: StepRecord) -> str:
@@ -144,4 +164,7 @@ def _draw_requests(sheet: Sheet, record: StepRecord, requests: tuple[RequestPlac
         columns.append(Column(texts, run, names.short(p.req_id) if run else "pad", p.req_id, not run))
     draw_strip(sheet, rows, columns, names)
     end = f" query_start_loc ends at {int(record.query_start_loc[-1])}." if len(record.query_start_loc) else ""
-    sheet.note(f"dec: one token of an answer; d+n: the same and n drafts; p n: n tokens of a prompt.{end}")
+    sheet.note(
+        "dec: one token (an answer's, or the last of a prompt); d+n: an answer's token and n drafts; p n: n tokens of "
+        f"a prompt.{end}"
+    )

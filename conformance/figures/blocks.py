@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from conformance.figures.holdings import Holdings, follow
+from conformance.figures.holdings import follow
 from conformance.figures.look import CELL, FAINT, GREY, INK, PALE, SMALL, VERMILION, Names
 from conformance.figures.ragged import block_size as told_block_size
 from conformance.figures.ragged import token_places
@@ -36,28 +36,32 @@ class TableLine:
 class BlockCell:
     """One block. owners: requests whose table holds it, in the order of the tables; none: free (0: the null block).
 
-    filled: how many of its slots hold KV of the owners. written: offsets that this step writes, ascending. drawn: False
-    where the picture leaves it out.
+    filled: how many of its slots hold KV of the owners. written: offsets that this step writes, ascending. wrong: those
+    of them that a request without the block in its table writes, or padding, or two tokens. drawn: False where the
+    picture leaves it out.
     """
 
     block: int
     owners: tuple[str, ...]
     filled: int
     written: tuple[int, ...]
+    wrong: tuple[int, ...] = ()
     drawn: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksPicture:
-    """All tables (requests of the step in batch order, then the others) and all blocks, ascending.
+    """All tables (requests of the step in batch order, then the others), and blocks, ascending.
 
-    block_size: of each group. complete: whether the number of blocks is known.
+    block_size: of each group. blocks: all that are held or written, and of a small cache the free ones too. free: how
+    many free ones are not among them. complete: whether the number of blocks is known.
     """
 
     block_size: tuple[int, ...]
     tables: tuple[TableLine, ...]
     blocks: tuple[BlockCell, ...]
     complete: bool
+    free: int = 0
 
 
 def blocks_data(
@@ -65,8 +69,8 @@ def blocks_data(
 ) -> BlocksPicture:
     """Tables and blocks after the last of the records; earlier ones tell of requests that it leaves out.
 
-    num_blocks: of the cache, the null block included; None: up to the highest one met. block_size: of all groups; None:
-    what the records' own slots say. Raises ConfigError where nothing says it.
+    num_blocks: of the cache, the null block included; None: up to the highest one held. block_size: of all groups;
+    None: what the records' own slots say. Raises ConfigError where nothing says it.
     """
     record, holdings = follow(records)
     steps = [records] if isinstance(records, StepRecord) else records
@@ -79,7 +83,8 @@ def blocks_data(
         for r in order
         if g < len(holdings.live[r].blocks)
     )
-    return BlocksPicture(sizes, tables, _cells(record, holdings, tables, sizes, num_blocks), num_blocks is not None)
+    cells, free = _cells(record, tables, sizes, num_blocks)
+    return BlocksPicture(sizes, tables, cells, num_blocks is not None, free)
 
 
 def _told(steps: Sequence[StepRecord], group: int) -> int:
@@ -89,12 +94,12 @@ def _told(steps: Sequence[StepRecord], group: int) -> int:
 
 
 def _cells(
-    record: StepRecord,
-    holdings: Holdings,
-    tables: tuple[TableLine, ...],
-    sizes: tuple[int, ...],
-    num_blocks: int | None,
-) -> tuple[BlockCell, ...]:
+    record: StepRecord, tables: tuple[TableLine, ...], sizes: tuple[int, ...], num_blocks: int | None
+) -> tuple[tuple[BlockCell, ...], int]:
+    """The blocks of the picture, and how many free ones are left out.
+
+    What is written may be anything, so that it never tells how large the cache is.
+    """
     owners: dict[int, list[str]] = {}
     filled: dict[int, int] = {}
     for line in tables:
@@ -103,20 +108,35 @@ def _cells(
             if block != NULL_BLOCK_ID:
                 owners.setdefault(block, []).append(line.req_id)
                 filled[block] = max(filled.get(block, 0), min(max(line.seq_len - n * size, 0), size))
-    written: dict[int, list[int]] = {}
-    for place in token_places(record) if record.num_reqs else ():
-        for size, slot in zip(sizes, place.slots, strict=False):
-            if slot >= 0:
-                written.setdefault(slot // size, []).append(slot % size)
-    total = max([NULL_BLOCK_ID, *owners, *written, (num_blocks or 0) - 1]) + 1
-    without_free = total > MAX_FREE
-    cells, shown = [], 0
-    for block in sorted(range(total), key=lambda b: (b not in written, b not in owners, b)):
-        drawn = (block in owners or block in written or not without_free) and shown < MAX_BLOCKS
-        shown += drawn
+    written, wrong = _writes(record, tables, sizes)
+    total = max([NULL_BLOCK_ID, *owners]) + 1 if num_blocks is None else num_blocks
+    met = {*owners, *written}
+    everything = met | set(range(total)) if total <= MAX_FREE else met
+    cells = []
+    for k, block in enumerate(sorted(everything, key=lambda b: (b not in written, b not in owners, b))):
         names = tuple(dict.fromkeys(owners.get(block, ())))
-        cells.append(BlockCell(block, names, filled.get(block, 0), tuple(sorted(set(written.get(block, ())))), drawn))
-    return tuple(sorted(cells, key=lambda c: c.block))
+        offsets, bad = (tuple(sorted(found.get(block, ()))) for found in (written, wrong))
+        cells.append(BlockCell(block, names, filled.get(block, 0), offsets, bad, k < MAX_BLOCKS))
+    free = total - sum(0 <= b < total for b in everything)
+    return tuple(sorted(cells, key=lambda c: c.block)), free
+
+
+def _writes(
+    record: StepRecord, tables: tuple[TableLine, ...], sizes: tuple[int, ...]
+) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
+    """Offsets that the step writes, by block; and those of them that are wrong (see BlockCell)."""
+    holds = {(line.group, line.req_id, block) for line in tables for block in line.blocks if block != NULL_BLOCK_ID}
+    written: dict[int, set[int]] = {}
+    wrong: dict[int, set[int]] = {}
+    for place in token_places(record) if record.num_reqs else ():
+        for g, (size, slot) in enumerate(zip(sizes, place.slots, strict=False)):
+            if slot < 0:
+                continue
+            block, offset = divmod(slot, size)
+            if (g, place.req_id, block) not in holds or offset in written.get(block, ()):
+                wrong.setdefault(block, set()).add(offset)
+            written.setdefault(block, set()).add(offset)
+    return written, wrong
 
 
 def blocks(
@@ -133,7 +153,8 @@ def blocks(
     held = sum(bool(c.owners) for c in data.blocks)
     sheet.title(
         f"Block tables and KV cache: blocks of {' or '.join(map(str, sizes)) or '?'} tokens, {held} held",
-        "A block is coloured by the request whose table holds it, as far as it is full. Framed: what this step writes.",
+        "A block is coloured by the request whose table holds it, as far as it is full. Framed: what this step writes. "
+        "Grey name: not in this step.",
     )
     _draw_tables(sheet, data, names)
     _draw_cache(sheet, data, names)
@@ -146,8 +167,10 @@ def blocks(
 
 
 def _draw_tables(sheet: Sheet, data: BlocksPicture, names: Names) -> None:
-    longest = max((len(str(c.block)) for c in data.blocks), default=1)
-    cell = max(0.28, text_width("0" * longest, CELL) + 0.07)
+    texts = max((text_width(str(b), CELL) for t in data.tables for b in t.blocks), default=0)
+    cell = max(0.28, texts + 0.07)
+    heads = (1.12 * text_width(names.short(t.req_id), CELL) + text_width(f"{t.seq_len}:", CELL) for t in data.tables)
+    head = max(0.98, 0.1 + max(heads, default=0))
     for g in range(len(data.block_size)):
         lines = [t for t in data.tables if t.group == g]
         sheet.down(0.1)
@@ -156,27 +179,32 @@ def _draw_tables(sheet: Sheet, data: BlocksPicture, names: Names) -> None:
         sheet.down(0.14)
         columns = 2 if len(lines) > 12 else 1
         most = MAX_TABLE if columns == 2 else 2 * MAX_TABLE
-        most = min(most, int(((sheet.width - 0.3) / columns - 1.2) / cell) - 1)
+        most = min(most, int(((sheet.width - 0.3) / columns - head - 0.22) / cell) - 1)
         per_column = -(-len(lines) // columns)
         top = sheet.height
         for k, line in enumerate(lines):
             x = 0.15 + (k // per_column) * (sheet.width - 0.3) / columns
-            _draw_table(sheet, line, x, top + (k % per_column) * 0.2, cell, most, names)
+            _draw_table(sheet, line, x, top + (k % per_column) * 0.2, cell, most, head, names)
         sheet.height = top + per_column * 0.2
         if not lines:
             sheet.note("No request is held.")
 
 
-def _draw_table(sheet: Sheet, line: TableLine, x: float, y: float, cell: float, most: int, names: Names) -> None:
+def _draw_table(
+    sheet: Sheet, line: TableLine, x: float, y: float, cell: float, most: int, head: float, names: Names
+) -> None:  # fmt: skip
     middle = y + 0.09
     sheet.label(
         x, middle, names.short(line.req_id), align="left", bold=line.scheduled, colour=INK if line.scheduled else GREY
     )
-    sheet.label(x + 0.98, middle, f"{line.seq_len}:", align="right", colour=GREY)
-    x += 1.05
+    sheet.label(x + head, middle, f"{line.seq_len}:", align="right", colour=GREY)
+    x += head + 0.07
     for block in _shortened(line.blocks, most):
         if block is None:
-            sheet.label(x + cell / 2, middle, f"+{len(line.blocks) - most}", colour=GREY, size=SMALL)
+            more = f"+{len(line.blocks) - most}"
+            wide = max(cell, text_width(more, SMALL) + 0.1)
+            sheet.label(x + wide / 2 - 0.01, middle, more, colour=GREY, size=SMALL)
+            x += wide - cell
         else:
             null = block == NULL_BLOCK_ID
             sheet.box(
@@ -200,7 +228,7 @@ def _shortened(items: tuple[int, ...], most: int) -> list[int | None]:
 def _draw_cache(sheet: Sheet, data: BlocksPicture, names: Names) -> None:
     cells = [c for c in data.blocks if c.drawn]
     sheet.down(0.14)
-    heading = "The cache, block by block" if data.complete else "The cache, up to the highest block met"
+    heading = "The cache, block by block" if data.complete else "The cache, up to the highest block held"
     sheet.label(0.15, sheet.height, heading, align="left", bold=True)
     sheet.down(0.12)
     texts = max((text_width(f"{c.block} {_owner(c, names)}", SMALL) for c in cells), default=0)
@@ -215,7 +243,11 @@ def _draw_cache(sheet: Sheet, data: BlocksPicture, names: Names) -> None:
     sheet.height = top + -(-len(cells) // per_line) * height + 0.05
     if any(len(c.owners) > 1 for c in cells):
         sheet.note("n req.: in n tables, as a shared prefix, or as an entry behind a sliding window that was given on.")
-    free = sum(not c.drawn and not c.owners for c in data.blocks)
+    if any(c.wrong for c in cells):
+        sheet.note(
+            "Orange frame: written by a request that does not own the block, by padding, or twice.", colour=VERMILION
+        )
+    free = data.free + sum(not c.drawn and not c.owners for c in data.blocks)
     left_out = sum(not c.drawn and bool(c.owners) for c in data.blocks)
     if free:
         sheet.note(f"{free} blocks that nobody holds are not drawn.")
@@ -237,10 +269,10 @@ def _draw_block(
     # 1 the name above, the slots below
     bar = 0.11
     text = f"{cell.block} {_owner(cell, names)}".strip()
-    wrong = bool(cell.written) and not cell.owners
     sheet.label(
-        x + 0.02, y + (height - bar) / 2, text, align="left", size=SMALL, colour=INK if cell.owners or wrong else GREY
-    )
+        x + 0.02, y + (height - bar) / 2, text, align="left", size=SMALL,
+        colour=INK if cell.owners or cell.wrong else GREY,
+    )  # fmt: skip
     low = y + height - bar
     sheet.box(x, low, width, bar, fill=FAINT)
     # 2 as far as it is full, one stripe for each owner
@@ -249,9 +281,11 @@ def _draw_block(
         sheet.box(x, low + k * part, width * cell.filled / size, part, fill=names.fill(owner))
     sheet.box(x, y, width, height, edge=names.stroke(cell.owners[0]) if cell.owners else PALE, line=0.8)
     # 3 what this step writes
-    for _, run in groupby(enumerate(cell.written), key=lambda pair: pair[1] - pair[0]):
-        offsets = [offset for _, offset in run]
-        sheet.box(
-            x + width * offsets[0] / size, low - 0.01, width * len(offsets) / size, bar + 0.02,
-            edge=VERMILION if wrong else INK, line=1.4, layer=4,
-        )  # fmt: skip
+    right = tuple(offset for offset in cell.written if offset not in cell.wrong)
+    for written, colour in ((right, INK), (cell.wrong, VERMILION)):
+        for _, run in groupby(enumerate(written), key=lambda pair: pair[1] - pair[0]):
+            offsets = [offset for _, offset in run]
+            sheet.box(
+                x + width * offsets[0] / size, low - 0.01, width * len(offsets) / size, bar + 0.02, edge=colour,
+                line=1.4, layer=4,
+            )  # fmt: skip

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from conformance.comparison import SIZE_FIELDS, compare_field, owner_of
+from conformance.comparison import SIZE_FIELDS, TOKEN_FIELDS, compare_field, owner_of
 from conformance.figures.look import Names
 from conformance.figures.sheet import Sheet
-from conformance.figures.strip import Column, Row, draw_strip
+from conformance.figures.strip import Column, Row, draw_strip, gap
 from runner_api import INTEGER_FIELDS, ConfigError, StepRecord
 
-FIELDS = (*sorted(SIZE_FIELDS), *INTEGER_FIELDS)
+# What was drawn comes last; of it count the first num_sampled of each request, junk may lie behind.
+DRAWN = "token_ids"
+FIELDS = (*sorted(SIZE_FIELDS), *INTEGER_FIELDS, DRAWN)
 # Fields whose first index is the KV cache group.
 GROUPED = ("block_tables", "slot_mappings")
-# Elements shown of a field, those that differ and what stands in front of the first.
-SHOWN, LEAD = 16, 4
+PADDED = ("seq_lens", "slot_mappings", "block_tables")
+# Elements shown of a field: those that differ, and what stands in front of the first and of each later one.
+SHOWN, LEAD, LATER_LEAD = 16, 4, 1
 
 
 @dataclass(frozen=True, slots=True)
 class PairCell:
-    """One element. left, right: None where that side has none. req_id, position: whose it is, where the index tells."""
+    """One element. left, right: None where that side has none. req_id, position: whose it is, where the index tells.
+
+    padding: it lies behind the last token or request of both. left_out: elements not shown between the cell in front
+    and this one.
+    """
 
     index: tuple[int, ...]
     left: Any
@@ -30,11 +38,13 @@ class PairCell:
     differs: bool
     req_id: str | None = None
     position: int | None = None
+    padding: bool = False
+    left_out: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class FieldPair:
-    """One field that differs. cells: a window of its elements that begins shortly before the first that differs."""
+    """One field that differs. cells: those of its elements that differ, each with a few in front of it."""
 
     name: str
     equal: int
@@ -52,35 +62,67 @@ class DivergencePicture:
 
 
 def divergence_data(left: StepRecord, right: StepRecord) -> DivergencePicture:
-    """Compare sizes and integer fields. left: what is expected. Raises ConfigError if there is nothing to compare."""
+    """Compare sizes, integer fields and drawn tokens. left: what is expected. Raises ConfigError where nothing is."""
     different, equal, elements = [], [], 0
     for name in FIELDS:
-        found = compare_field(name, left, right)
-        elements += found.equal + found.different
-        if found.different:
-            different.append(FieldPair(name, found.equal, found.different, _window(name, left, right)))
-        elif found.equal:
+        cells = _cells(name, left, right)
+        same, others = _counts(name, cells, left, right)
+        elements += same + others
+        if others:
+            different.append(FieldPair(name, same, others, _window(cells)))
+        elif same:
             equal.append(name)
     if left.num_reqs == right.num_reqs == 0:
         raise ConfigError("two steps without tokens: there is nothing to compare", field="records")
     return DivergencePicture(tuple(different), tuple(equal), elements)
 
 
-def _window(name: str, left: StepRecord, right: StepRecord) -> tuple[PairCell, ...]:
+def _counts(name: str, cells: list[PairCell], left: StepRecord, right: StepRecord) -> tuple[int, int]:
+    """Equal and different elements."""
+    if name == DRAWN:
+        different = sum(c.differs for c in cells)
+        return len(cells) - different, different
+    found = compare_field(name, left, right)
+    return found.equal, found.different
+
+
+def _cells(name: str, left: StepRecord, right: StepRecord) -> list[PairCell]:
+    """Every element that is compared, in order."""
     a, b = _elements(name, left), _elements(name, right)
-    if name == "block_tables":  # a runner may own more blocks than are expected
+    if name == "block_tables":  # a runner may own more blocks than are expected; padding is as wide as the runner likes
         rows = {index[:2]: len(left.block_tables[index[0]][index[1]]) for index in a}
         b = {index: value for index, value in b.items() if index[2] < rows.get(index[:2], index[2] + 1)}
+        wide = {index[:2] for index in b}
+        padding = {index for index in a if index[1] >= left.num_reqs and index[:2] in wide and index not in b}
+        a = {index: value for index, value in a.items() if index not in padding}
+    last = max(left.num_tokens, right.num_tokens) if name in TOKEN_FIELDS else max(left.num_reqs, right.num_reqs)
     cells = []
     for index in sorted(a.keys() | b.keys()):
         x, y = a.get(index), b.get(index)
-        cells.append(PairCell(index, x, y, index not in a or index not in b or x != y, *owner_of(name, index, left)))
-    first = next((i for i, c in enumerate(cells) if c.differs), 0)
-    return tuple(cells[max(first - LEAD, 0) :][:SHOWN])
+        place = index[1 if name in GROUPED else 0] if index and name in PADDED else -1
+        cells.append(
+            PairCell(
+                index, x, y, index not in a or index not in b or x != y, *owner_of(name, index, left), place >= last
+            )
+        )
+    return cells
+
+
+def _window(cells: list[PairCell]) -> tuple[PairCell, ...]:
+    """The cells that differ and their leads, as many as are shown."""
+    kept: set[int] = set()
+    for i in (i for i, c in enumerate(cells) if c.differs):
+        kept |= set(range(max(i - (LATER_LEAD if kept else LEAD), 0), i + 1))
+    chosen = sorted(kept)[:SHOWN]
+    before = [i - j - 1 for j, i in pairwise(chosen)]
+    return tuple(replace(cells[i], left_out=n) for i, n in zip(chosen, [0, *before], strict=False))
 
 
 def _elements(name: str, record: StepRecord) -> dict[tuple[int, ...], Any]:
     """Every element by its index."""
+    if name == DRAWN:
+        rows = zip(record.token_ids, record.num_sampled, strict=False)
+        return {(i, n): int(t) for i, (row, count) in enumerate(rows) for n, t in enumerate(row[: max(int(count), 0)])}
     value = getattr(record, name)
     if value is None:
         return {}
@@ -112,7 +154,10 @@ def divergence(
     names = names or Names([*left.req_ids, *right.req_ids])
     sheet = Sheet()
     if not data.different:
-        sheet.title("The two records agree", f"{data.elements} elements are equal: {', '.join(data.equal)}.")
+        sheet.title(
+            "The two records agree in every field compared",
+            f"{data.elements} elements are equal: {', '.join(data.equal)}.",
+        )
         sheet.down(0.1)
         return render(sheet)
     first = data.different[0]
@@ -130,16 +175,20 @@ def divergence(
         text = f"{field.name}: {field.different} of {field.different + field.equal} elements differ{more}"
         sheet.label(0.15, sheet.height, text, align="left", bold=True)
         sheet.down(0.12)
-        draw_strip(sheet, rows, [_column(c, names, one_group) for c in field.cells], names)
+        draw_strip(sheet, rows, [x for c in field.cells for x in _columns(c, names, one_group)], names)
     sheet.note(names.legend([*left.req_ids, *right.req_ids]))
     sheet.down(0.1)
     return render(sheet)
 
 
-def _column(cell: PairCell, names: Names, one_group: bool) -> Column:
+def _columns(cell: PairCell, names: Names, one_group: bool) -> list[Column]:
+    """The cell, and in front of it a gap where elements are left out."""
+
     def say(value: Any) -> str:
         return "none" if value is None else (names.short(value) if isinstance(value, str) else str(value))
 
     texts = (",".join(map(str, cell.index[one_group:])), say(cell.left), say(cell.right))
     wrong = frozenset({1, 2}) if cell.differs else frozenset()
-    return Column(texts, cell.req_id or "", names.short(cell.req_id), cell.req_id, wrong=wrong)
+    label = "pad" if cell.padding else names.short(cell.req_id)
+    column = Column(texts, cell.req_id or "", label, cell.req_id, cell.padding, wrong=wrong)
+    return [gap(cell.left_out, Column(texts, "gap", ""))] * bool(cell.left_out) + [column]

@@ -11,8 +11,8 @@ from conformance.figures.look import BLUE, FAINT, GREY, INK, SMALL, VERMILION, t
 from conformance.figures.sheet import Sheet, text_width
 from runner_api import ConfigError
 
-# More mutants than this are drawn in two columns.
-ONE_COLUMN = 40
+# More mutants than this are drawn in two columns, where cells stay wide enough for their numbers.
+ONE_COLUMN, NARROWEST = 40, 0.2
 LINE = 0.14
 
 
@@ -73,10 +73,10 @@ def kill_matrix(matrix: Mapping[str, Any]) -> Any:
         f"{data.killed} of {total} mutants of {data.runner} killed",
         "A number says how many clauses of that area noticed the mutant; darker is more. Survivors are red.",
     )
-    columns = 1 if total <= ONE_COLUMN else 2
+    name = max(text_width(line.mutant, SMALL) * 0.95 for line in data.lines) + 0.1
+    columns = num_columns(total, len(data.areas), name, sheet.width - 0.3)
     per_column = -(-total // columns)
     panel = (sheet.width - 0.3) / columns
-    name = max(text_width(line.mutant, SMALL) * 0.95 for line in data.lines) + 0.1
     cell = min((panel - name - 0.1) / max(len(data.areas), 1), 0.3)
     heads = max((text_width(a, SMALL) for a in data.areas), default=0) + 0.1
     top = sheet.height + heads
@@ -88,6 +88,11 @@ def kill_matrix(matrix: Mapping[str, Any]) -> Any:
             _draw_mutant(sheet, line, x, top + n * LINE, cell)
     sheet.height = top + per_column * LINE + 0.15
     return render(sheet)
+
+
+def num_columns(mutants: int, areas: int, name: float, width: float) -> int:
+    """Two for many mutants, unless their cells would be too narrow. name: the widest one's inches; width: of both."""
+    return 2 if mutants > ONE_COLUMN and (width / 2 - name) / max(areas, 1) >= NARROWEST else 1
 
 
 def _draw_mutant(sheet: Sheet, line: MutantLine, x: float, y: float, cell: float) -> None:

@@ -20,6 +20,7 @@ DARK_YELLOW = "#B3A200"
 HUES = (SKY, ORANGE, GREEN, YELLOW, PURPLE, BLUE, VERMILION)
 HATCH = "////"
 LONGEST_NAME = 6
+NO_BREAK = "\u00a0"  # a space at which no line ends
 
 
 def tint(colour: str, part: float = 0.5) -> str:
@@ -59,20 +60,26 @@ class Names:
         return DARK_YELLOW if self.hue(req_id) == YELLOW else self.hue(req_id)
 
     def fill(self, req_id: str | None) -> str:
-        return FAINT if req_id is None else tint(self.hue(req_id))
+        """Every second round of the hues is lighter, so that few neighbours look the same."""
+        if req_id is None:
+            return FAINT
+        return tint(self.hue(req_id), 0.28 if self._number[req_id] // len(HUES) % 2 else 0.5)
 
     def legend(self, shown: Iterable[str]) -> str:
-        """What the short names stand for; empty where each is the id itself."""
+        """What the short names stand for; empty where each is the id itself. A pair is never broken into two lines."""
         pairs = [(self.short(r), r) for r in dict.fromkeys(shown)]
-        return ", ".join(f"{short} = {cut(r)}" for short, r in pairs if short != r)
+        told = (f"{short} = {cut(plain(r))}".replace(" ", NO_BREAK) for short, r in pairs if short != r)
+        return ", ".join(told)
 
 
 def short_names(req_ids: Sequence[str]) -> Mapping[str, str]:
-    """A name of at most LONGEST_NAME letters for each id, all different.
+    """A name of at most LONGEST_NAME letters for each id, all different. Ids that are not printable go by number.
 
     >>> list(short_names(["cmpl-8f3a-0", "cmpl-8f3a-1"]).values())
     ['…0', '…1']
     """
+    if not all(r and r == plain(r) for r in req_ids):
+        return {r: f"#{i}" for i, r in enumerate(req_ids)}
     if all(len(r) <= LONGEST_NAME for r in req_ids):
         return {r: r for r in req_ids}
     shared = len(_common_prefix(req_ids)) if len(req_ids) > 1 else 0
@@ -80,6 +87,11 @@ def short_names(req_ids: Sequence[str]) -> Mapping[str, str]:
     if all(1 < len(t) <= LONGEST_NAME or not shared for t in tails) and max(map(len, tails)) <= LONGEST_NAME:
         return dict(zip(req_ids, tails, strict=True))
     return {r: f"#{i}" for i, r in enumerate(req_ids)}
+
+
+def plain(text: str) -> str:
+    """The text, or its escapes where it is not printable ASCII: no font has every letter."""
+    return text if text.isascii() and text.isprintable() else ascii(text)[1:-1]
 
 
 def _common_prefix(texts: Sequence[str]) -> str:

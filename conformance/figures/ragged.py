@@ -41,6 +41,9 @@ class TokenPlace:
 class RequestPlace:
     """One place of the request axis. req_id is None in the padding.
 
+    A single token is a "decode" unless the plan brings the request: whether it is the last of a prompt that came in
+    chunks, one record cannot tell.
+
     kind: "decode", "drafts", "prefill" or "padding". row: its persistent row. start, end: its tokens on the flat axis.
     sampled: the tokens that it took.
     """
@@ -112,7 +115,11 @@ def _kind(record: StepRecord, req_id: str, count: int) -> str:
     drafts = len(record.plan.scheduled_spec_decode_tokens.get(req_id, ()))
     if drafts:
         return "drafts"
-    return "decode" if count == 1 else "prefill"
+    plan = record.plan
+    comes = req_id in plan.scheduled_cached_reqs.resumed_req_ids or any(
+        new.req_id == req_id for new in plan.scheduled_new_reqs
+    )
+    return "decode" if count == 1 and not comes else "prefill"
 
 
 def block_size(record: StepRecord, group: int = 0, *, among: tuple[int, ...] | None = None) -> int:
@@ -142,6 +149,6 @@ def block_size(record: StepRecord, group: int = 0, *, among: tuple[int, ...] | N
         raise ConfigError(
             "the size of a block cannot be told from the record", field="block_size",
             got=f"{explained} of {len(known)} slots explained by {best}" if best else "no slots that a size explains",
-            hint="Give block_size",
+            hint="Give block_size (`modelrunner show`: --block-size N)",
         )  # fmt: skip
     return best

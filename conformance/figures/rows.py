@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conformance.figures.holdings import follow
-from conformance.figures.look import FAINT, GREY, HATCH, INK, PALE, Names
+from conformance.figures.look import FAINT, GREY, HATCH, INK, PALE, VERMILION, Names
 from conformance.figures.ragged import need_tokens, request_places
 from conformance.figures.sheet import Sheet
 from runner_api import StepRecord
@@ -32,15 +32,27 @@ class RowLine:
 
 @dataclass(frozen=True, slots=True)
 class RowsPicture:
-    """rows: the left side, ascending. batch: the right side, in batch order; None is padding."""
+    """rows: the left side, ascending. batch: the right side, in batch order; None is padding.
+
+    idx_mapping: the row of each place of the batch as the record says it, which may be none that exists; None in the
+    padding.
+    """
 
     rows: tuple[RowLine, ...]
     batch: tuple[str | None, ...]
+    idx_mapping: tuple[int | None, ...]
 
     @property
     def arrows(self) -> tuple[tuple[int, int], ...]:
-        """(row, batch index) of each entry of idx_mapping, by row."""
-        return tuple((r.first, r.batch) for r in self.rows if r.batch is not None)
+        """(row, batch index) of each entry of idx_mapping whose row is on the left side, by row."""
+        return tuple(sorted((r, i) for i, r in enumerate(self.idx_mapping) if r is not None and r >= 0))
+
+    def fault(self, i: int) -> str:
+        """What is wrong with the entry of this batch index: "negative", "twice", or nothing."""
+        row = self.idx_mapping[i]
+        if row is None:
+            return ""
+        return "negative" if row < 0 else ("twice" if self.idx_mapping.count(row) > 1 else "")
 
 
 def rows_data(records: StepRecord | Sequence[StepRecord], *, num_rows: int | None = None) -> RowsPicture:
@@ -51,7 +63,7 @@ def rows_data(records: StepRecord | Sequence[StepRecord], *, num_rows: int | Non
     record, holdings = follow(records)
     need_tokens(record)
     places = request_places(record)
-    at = {p.row: p for p in places if p.row is not None}
+    at = {p.row: p for p in reversed(places) if p.row is not None and p.row >= 0}
     held = {h.row: r for r, h in holdings.live.items() if h.row is not None and h.row not in at}
     if _packed(record):
         held = {}
@@ -64,12 +76,12 @@ def rows_data(records: StepRecord | Sequence[StepRecord], *, num_rows: int | Non
         elif row in held:
             lines.append(RowLine(row, row, held[row], stands_by=True))
         else:
-            end = next((r for r in range(row, total) if r in at or r in held), total)
+            end = min((r for r in (*at, *held) if r > row), default=total)
             whole = end - row > LONGEST_FREE
             lines += [RowLine(row, end - 1)] if whole else [RowLine(r, r) for r in range(row, end)]
             row = end - 1
         row += 1
-    return RowsPicture(tuple(lines), tuple(p.req_id for p in places))
+    return RowsPicture(tuple(lines), tuple(p.req_id for p in places), tuple(p.row for p in places))
 
 
 def _packed(record: StepRecord) -> bool:
@@ -97,7 +109,6 @@ def rows(records: StepRecord | Sequence[StepRecord], *, num_rows: int | None = N
     pitch_left, pitch_right = _pitches(len(data.rows), len(data.batch), height)
     for k, line in enumerate(data.rows):
         _draw_row(sheet, line, left, top + k * pitch_left, width, height, names)
-    row_of = {i: row for row, i in data.arrows}
     for i, req_id in enumerate(data.batch):
         y = top + i * pitch_right
         look = {"fill": names.fill(req_id)} if req_id else {"hatch": HATCH}
@@ -107,16 +118,21 @@ def rows(records: StepRecord | Sequence[StepRecord], *, num_rows: int | None = N
         sheet.label(
             right + width / 2, y + height / 2 - 0.015, names.short(req_id) or "pad", colour=INK if req_id else GREY
         )
-        came = f"{i}  (row {row_of[i]})" if i in row_of else str(i)
-        sheet.label(right + width + 0.08, y + height / 2 - 0.015, came, align="left", colour=GREY)
-    for k, line in enumerate(data.rows):
-        if line.batch is not None:
-            sheet.line(
-                left + width + 0.03, top + k * pitch_left + height / 2 - 0.015,
-                right - 0.03, top + line.batch * pitch_right + height / 2 - 0.015,
-                colour=names.stroke(line.req_id), width=1.2, arrow=True,
-            )  # fmt: skip
+        fault, row = data.fault(i), data.idx_mapping[i]
+        came = str(i) if row is None else f"{i}  (row {row}{', twice' if fault == 'twice' else ''})"
+        sheet.label(
+            right + width + 0.08, y + height / 2 - 0.015, came, align="left", colour=VERMILION if fault else GREY
+        )
+    line_of = {line.first: k for k, line in enumerate(data.rows)}
+    for row, i in data.arrows:
+        sheet.line(
+            left + width + 0.03, top + line_of[row] * pitch_left + height / 2 - 0.015,
+            right - 0.03, top + i * pitch_right + height / 2 - 0.015,
+            colour=names.stroke(data.batch[i]), width=1.2, arrow=True,
+        )  # fmt: skip
     sheet.height = top + max(len(data.rows) * pitch_left, len(data.batch) * pitch_right) + 0.15
+    if any(line.req_id is None for line in data.rows):
+        sheet.note("free: held by nobody, as far as these steps tell.")
     sheet.note(names.legend([r for r in data.batch if r] + [r.req_id for r in data.rows if r.req_id]))
     sheet.down(0.05)
     return render(sheet)
@@ -137,7 +153,7 @@ def _draw_row(sheet: Sheet, line: RowLine, x: float, y: float, width: float, hei
         sheet.label(x + width / 2, middle, names.short(line.req_id))
     elif line.stands_by:
         sheet.box(x, y, width, height - 0.03, fill="#ffffff", edge=names.hue(line.req_id))
-        sheet.label(x + width / 2, middle, f"{names.short(line.req_id)}, not in step", colour=GREY)
+        sheet.label(x + width / 2, middle, f"{names.short(line.req_id)} waits", colour=GREY)
     else:
         sheet.box(x, y, width, height - 0.03, fill=FAINT)
-        sheet.label(x + width / 2, middle, "not in this step", colour=GREY)
+        sheet.label(x + width / 2, middle, "free", colour=GREY)

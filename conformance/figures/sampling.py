@@ -29,7 +29,7 @@ from runner_api import (
     load_stages,
 )
 
-# So many of the likeliest tokens are shown, before the steps and behind them.
+# So many of the likeliest tokens are shown, before the steps and behind them; of equals, those with the best scores.
 LIKELIEST = 6
 # Each step and the parameters that it needs, in the sampler's order; the first group works on the logits alone.
 STEPS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -174,7 +174,8 @@ def _one_request(record: StepRecord, req_id: str, logits: np.ndarray | None, row
     logits = record.logits if logits is None else logits
     if logits is None:
         raise ConfigError(
-            "the record holds no logits", field="logits", hint="Record them (RunnerConfig.record), or give them",
+            "the record holds no logits", field="logits",
+            hint='Record them: RunnerConfig(record=frozenset({"logits"})); or give them',
         )  # fmt: skip
     i = record.row_of(req_id)
     first, end = int(record.cu_num_logits[i]), int(record.cu_num_logits[i + 1])
@@ -220,8 +221,8 @@ def _picture(
     drawn = int(record.token_ids[record.row_of(req_id), row])
     chosen = {winner, drawn, *([] if second is None else [second])}
     for p in (before, behind):
-        chosen |= {int(t) for t in np.argsort(-p, kind="stable")[:LIKELIEST] if p[t] > 0}
-    tokens = sorted((t for t in chosen if 0 <= t < len(scores)), key=lambda t: (-before[t], t))
+        chosen |= {int(t) for t in np.lexsort((-scores, -p))[:LIKELIEST] if p[t] > 0}
+    tokens = sorted((t for t in chosen if 0 <= t < len(scores)), key=lambda t: (-before[t], -scores[t], t))
     steps = []
     for name, detail, x in columns:
         p = _probabilities(x)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from conformance.figures.look import BLUE, GREY, INK, ORANGE, SMALL, VERMILION, cut, tint
+from conformance.figures.look import BLUE, GREY, INK, ORANGE, SMALL, VERMILION, cut, plain, tint
 from conformance.figures.sampling import SamplingPicture, sampling_data
 from conformance.figures.sheet import Sheet
 from runner_api import StepRecord
@@ -20,7 +20,9 @@ def sampling(records: StepRecord | Sequence[StepRecord], req_id: str, **known: A
 
     data = sampling_data(records, req_id, **known)
     sheet = Sheet()
-    sheet.title(f"How {cut(req_id)} came to its token behind position {data.position}: {data.winner}", _story(data))
+    sheet.title(
+        f"How {cut(plain(req_id))} came to its token behind position {data.position}: {data.winner}", _story(data)
+    )
     sheet.down(0.1)
     numbers = ["logit"] + ([] if data.noise is None else ["noise", "score"])
     left, width = TOKENS, (sheet.width - TOKENS - 0.15) / (len(data.steps) + 0.85 * len(numbers))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from conformance.figures.look import CELL, INK, TITLE, WIDTH
+from conformance.figures.look import CELL, INK, NO_BREAK, TITLE, WIDTH
 
 # A letter of prose is narrower than a digit.
 PROSE = 0.9
@@ -98,16 +98,28 @@ class Sheet:
 
 
 def text_width(text: str, size: float) -> float:
-    """An upper estimate of the width of numbers and names in inches (a digit is 0.64 of the size)."""
-    return len(text) * 0.64 * size / 72
+    """An upper estimate of the width of numbers and names in inches."""
+    return sum(map(_em, text)) * size / 72
+
+
+def _em(letter: str) -> float:
+    """Of one letter, in parts of the size: a digit is 0.64."""
+    if letter in "WMmw@%" or not letter.isascii():
+        return 1.1
+    return 0.7 if letter.isupper() else 0.64
+
+
+def _prose_width(text: str, size: float) -> float:
+    """The same of sentences: their usual letters are narrower than digits, their widest are not."""
+    return sum(em if em > 1 else PROSE * em for em in map(_em, text)) * size / 72
 
 
 def wrapped(text: str, size: float, width: float) -> list[str]:
-    """The text in lines of at most that width, broken between words."""
+    """The text in lines of at most that width, broken between words (not at no-break spaces)."""
     lines: list[str] = []
-    for word in text.split():
-        if lines and PROSE * text_width(f"{lines[-1]} {word}", size) <= width:
+    for word in filter(None, text.split(" ")):
+        if lines and _prose_width(f"{lines[-1]} {word}", size) <= width:
             lines[-1] += f" {word}"
         else:
             lines.append(word)
-    return lines
+    return [line.replace(NO_BREAK, " ") for line in lines]

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from conformance.figures.batch import MAX_TOKENS
-from conformance.figures.look import Names
+from conformance.figures.look import VERMILION, Names
+from conformance.figures.ragged import TokenPlace, need_tokens, token_places
 from conformance.figures.ragged import block_size as told_block_size
-from conformance.figures.ragged import need_tokens, token_places
 from conformance.figures.sheet import Sheet
 from conformance.figures.strip import Column, Row, draw_strip, thin_out
 from runner_api import StepRecord
@@ -19,7 +19,8 @@ from runner_api.constants import PAD_SLOT_ID
 class SlotPlace:
     """One entry of a group's slot mapping. block, offset: where the slot lies; None for the sentinel.
 
-    req_id, position: whose token it is; None in the tail. drawn: whether it has a column of its own.
+    req_id, position: whose token it is; None in the tail. drawn: whether it has a column of its own. wrong: not the
+    slot that the request's own table gives (in the tail: not the sentinel).
     """
 
     index: int
@@ -29,6 +30,7 @@ class SlotPlace:
     block: int | None
     offset: int | None
     drawn: bool
+    wrong: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,8 @@ def slots_data(
 ) -> tuple[GroupSlots, ...]:
     """Every entry of every group. block_size: of all groups; None: what the record's own slots say.
 
-    With more than `max_tokens` entries, those whose slot goes up by one on both sides are not drawn. Raises ConfigError
-    for a step without tokens, and where no block size explains the slots.
+    With more than `max_tokens` entries, those whose position and slot go up by one on both sides are not drawn. Raises
+    ConfigError for a step without tokens, and where no block size explains the slots.
     """
     need_tokens(record)
     tokens = token_places(record)
@@ -57,11 +59,12 @@ def slots_data(
         places = []
         for i, slot in enumerate(values):
             real = slot != PAD_SLOT_ID
-            drawn = len(values) <= max_tokens or not _inside(tokens, values, i)
+            wrong = _wrong(record, tokens[i], g, slot, size)
+            drawn = wrong or len(values) <= max_tokens or not _inside(tokens, values, i)
             places.append(
                 SlotPlace(
                     i, tokens[i].req_id, tokens[i].position, slot, slot // size if real else None,
-                    slot % size if real else None, drawn,
+                    slot % size if real else None, drawn, wrong,
                 )
             )  # fmt: skip
         groups.append(GroupSlots(g, size, tuple(places)))
@@ -73,7 +76,21 @@ def _inside(tokens: tuple[Any, ...], values: list[int], i: int) -> bool:
     if i in (0, len(values) - 1) or not tokens[i - 1].req_id == tokens[i].req_id == tokens[i + 1].req_id:
         return False
     step = 0 if values[i] == PAD_SLOT_ID else 1
-    return values[i - 1] + step == values[i] == values[i + 1] - step
+    if not values[i - 1] + step == values[i] == values[i + 1] - step:
+        return False
+    a, here, b = (tokens[k].position for k in (i - 1, i, i + 1))
+    return here is None or (a is not None and b is not None and a + 1 == here == b - 1)
+
+
+def _wrong(record: StepRecord, token: TokenPlace, group: int, slot: int, size: int) -> bool:
+    """Whether a slot is another one than the record's own table gives; what the record does not tell is not judged."""
+    if token.req_id is None:
+        return slot != PAD_SLOT_ID
+    if group >= len(record.block_tables) or token.position is None:
+        return False
+    table = record.block_tables[group][record.row_of(token.req_id)]
+    column, offset = divmod(token.position, size)
+    return not 0 <= column < len(table) or slot != int(table[column]) * size + offset
 
 
 def slots(
@@ -87,18 +104,20 @@ def slots(
     sheet = Sheet()
     sheet.title("The slot mapping: where each token's KV goes", "slot = block × block size + offset.")
     if not all(p.drawn for g in data for p in g.places):
-        sheet.note("+n …: n more entries, each one higher than the one before (-1 stays -1).")
+        sheet.note("+n …: n more entries; position and slot go up by one (-1 stays -1).")
+    if any(p.wrong for g in data for p in g.places):
+        sheet.note("Framed: not the slot that the request's own block table gives, or not -1 in the tail.", VERMILION)
     for group in data:
         sheet.down(0.1)
         real = sum(p.req_id is not None for p in group.places)
         tail = len(group.places) - real
         which = f"Group {group.group}: blocks" if len(data) > 1 else "Blocks"
-        end = f", and a tail of {tail} × {PAD_SLOT_ID}" if tail else ", no tail"
-        wrong = "" if all(p.slot == PAD_SLOT_ID for p in group.places[real:]) else " (the tail is not clean)"
+        clean = all(p.slot == PAD_SLOT_ID for p in group.places[real:])
+        end = f", and a tail of {tail}{f' × {PAD_SLOT_ID}' if clean else ' that is not clean'}" if tail else ", no tail"
         sheet.label(
             0.15,
             sheet.height,
-            f"{which} of {group.block_size} tokens; {real} token{'s' * (real != 1)}{end}{wrong}",
+            f"{which} of {group.block_size} tokens; {real} token{'s' * (real != 1)}{end}",
             align="left",
             bold=True,
         )
@@ -114,4 +133,5 @@ def slots(
 def _column(p: SlotPlace, names: Names) -> Column:
     texts = tuple("" if v is None else str(v) for v in (p.index, p.position, p.block, p.offset, p.slot))
     run = p.req_id or ""
-    return Column(texts, run, names.short(p.req_id) if run else "pad", p.req_id, not run)
+    label = names.short(p.req_id) if run else "pad"
+    return Column(texts, run, label, p.req_id, not run, wrong=frozenset({len(texts) - 1} if p.wrong else ()))

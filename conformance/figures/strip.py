@@ -122,7 +122,7 @@ def _draw_cell(
             sheet.box(middle[0] - w / 2, y + 0.02, w, CELL_HEIGHT - 0.04, fill="#ffffff", layer=2)
         sheet.label(*middle, text, colour=GREY if column.left_out or column.padding else INK)
         if r in column.wrong:
-            sheet.box(x, y, width, CELL_HEIGHT, edge=VERMILION, line=2.0, layer=4)
+            sheet.box(x, y, width, CELL_HEIGHT, edge=INK, line=2.0, layer=4)
     elif row.kind == "index":
         sheet.label(*middle, text, size=SMALL, colour=BLUE if column.strong else GREY, bold=column.strong)
     else:

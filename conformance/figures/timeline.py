@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from conformance.figures.holdings import Holdings
@@ -60,10 +61,11 @@ class TimelinePicture:
 
 @dataclass(slots=True)
 class _Story:
-    """A request while the trace is read. known: its tokens, prompt and answer."""
+    """A request while the trace is read. known: its tokens, prompt and answer; prompt: how many are to be prefilled."""
 
     first: int
     known: int
+    prompt: int = 0
     spans: list[tuple[int, int]] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
     away: bool = False
@@ -132,12 +134,13 @@ def _come(plan: SchedulerOutput, number: int, stories: dict[str, _Story]) -> set
             stories[new.req_id].first, stories[new.req_id].away = number, False
         else:
             stories[new.req_id] = _Story(number, 0)
-        stories[new.req_id].known = len(new.prefill_token_ids)
+        stories[new.req_id].known = stories[new.req_id].prompt = len(new.prefill_token_ids)
     for req_id in plan.scheduled_cached_reqs.req_ids:
         story = stories.setdefault(req_id, _Story(number, 0))  # came before the first step that is drawn
         if story.away:
             resumed.add(req_id)
             story.first, story.away = number, False
+            story.prompt = story.known  # all of it is computed again
     return resumed
 
 
@@ -147,8 +150,9 @@ def _work(number: int, record: StepRecord, i: int, story: _Story, resumed: bool)
     drafts = len(record.plan.scheduled_spec_decode_tokens.get(req_id, ()))
     sampled = int(record.num_sampled[i]) if i < len(record.num_sampled) else 0
     computed = int(record.seq_lens[i]) - tokens if i < len(record.seq_lens) else 0
-    # A decode computes the last token that is known, and nothing in front of it.
-    decodes = tokens - drafts == 1 and not resumed and (computed + 1 == story.known or story.known == 0)
+    # A decode computes the last token that is known, and nothing in front of it; the last of a prompt is none.
+    newest = computed >= story.prompt and (computed + 1 == story.known or story.known == 0)
+    decodes = tokens - drafts == 1 and not resumed and newest
     first_of_prompt = computed == 0
     kind = "drafts" if drafts else ("decode" if decodes and not first_of_prompt else "prefill")
     story.known = max(story.known, computed + tokens - drafts) + sampled if story.known else 0
@@ -186,8 +190,10 @@ def timeline(
     _draw_axis(sheet, data.num_steps, width, top, bottom)
     for life in data.lives:
         _draw_life(sheet, life, lanes[life.req_id], lane, width, names)
+    away = {(life.req_id, b): b - a - 1 for life in data.lives for (_, a), (b, _) in pairwise(life.spans)}
     for work in data.work:
-        _draw_work(sheet, work, lanes[work.req_id], lane, width)
+        gap = away.get((work.req_id, work.step), 0)
+        _draw_work(sheet, work, lanes[work.req_id], lane, width, gap)
     sheet.height = bottom + 0.3
     _draw_cache(sheet, data, width)
     sheet.note(names.legend(life.req_id for life in data.lives))
@@ -228,7 +234,7 @@ def _draw_life(sheet: Sheet, life: Life, y: float, lane: float, width: float, na
     sheet.label(LEFT - 0.08, middle, names.short(life.req_id), align="right")
     for a, b in life.spans:
         sheet.line(LEFT + a * width, middle, LEFT + (b + 1) * width, middle, colour=PALE, width=1.0, layer=1)
-    for (_, a), (b, _) in zip(life.spans, life.spans[1:], strict=False):
+    for (_, a), (b, _) in pairwise(life.spans):
         sheet.line(LEFT + (a + 1) * width, middle, LEFT + b * width, middle, colour=VERMILION, dashed=True)
     for step in life.preempted:
         _draw_cross(sheet, LEFT + step * width, y + 0.3 * lane)
@@ -237,7 +243,8 @@ def _draw_life(sheet: Sheet, life: Life, y: float, lane: float, width: float, na
         sheet.line(x, y + 0.03, x, y + lane - 0.03, width=1.6)
 
 
-def _draw_work(sheet: Sheet, work: Work, y: float, lane: float, width: float) -> None:
+def _draw_work(sheet: Sheet, work: Work, y: float, lane: float, width: float, gap: int) -> None:
+    """gap: steps since its last span, for the length of the arrow of its return."""
     x, w = LEFT + work.step * width, max(width - 0.015, 0.6 * width)
     low = y + lane - 0.02
     if work.kind == "prefill":
@@ -252,7 +259,7 @@ def _draw_work(sheet: Sheet, work: Work, y: float, lane: float, width: float) ->
             edge = VERMILION if kind == "rejected" else ""
             sheet.box(x, low - (n + 1) * unit, w, unit, fill=COLOURS[kind], edge=edge, layer=2)
     if work.resumed:
-        _draw_return(sheet, x, y + 0.65 * lane)
+        _draw_return(sheet, x, y + 0.65 * lane, min(max(gap * width, 0.05), 0.12))
 
 
 def _draw_cross(sheet: Sheet, x: float, y: float) -> None:
@@ -260,8 +267,8 @@ def _draw_cross(sheet: Sheet, x: float, y: float) -> None:
         sheet.line(x - 0.035, y - up, x + 0.035, y + up, colour=VERMILION, width=1.6, layer=4)
 
 
-def _draw_return(sheet: Sheet, x: float, y: float) -> None:
-    sheet.line(x - 0.12, y, x, y, colour=GREEN, width=1.4, arrow=True, layer=4)
+def _draw_return(sheet: Sheet, x: float, y: float, length: float = 0.12) -> None:
+    sheet.line(x - length, y, x, y, colour=GREEN, width=1.4, arrow=True, layer=4)
 
 
 def _draw_cache(sheet: Sheet, data: TimelinePicture, width: float) -> None:

@@ -16,8 +16,10 @@ from conformance import figures
 from conformance.comparison import compare_field
 from conformance.exact_rows import KnownRequest
 from conformance.figures import look, style
+from conformance.figures.kill_matrix import num_columns
 from conformance.figures.ragged import block_size, token_places
 from conformance.figures.strip import Column, thin_out
+from conformance.noise import gumbel_noise
 from conformance.recording import RECORDINGS, step_logits
 from runner_api import (
     CachedRequestData,
@@ -79,6 +81,28 @@ def test_batch_tells_each_token_its_slot_and_who_is_asked_for_logits():
         ("b", "decode", 3, 0, 1, 8, (9,)), ("a", "prefill", 1, 1, 4, 3, (8,)), (None, "padding", None, 4, 4, 0, ()),
     ]  # fmt: skip
     assert all(data.drawn)
+    assert data.lost_logits == data.lost_starts == ()
+
+
+def test_what_points_off_the_axis_is_told_and_not_dropped():
+    record = small_record(
+        logits_indices=np.array([0, 77]), query_start_loc=np.array([0, 1, 99999, 4], np.int32)
+    )  # fmt: skip
+    data = figures.batch_data(record)
+    assert data.lost_logits == ((1, 77),)
+    assert data.lost_starts == ((2, 99999),)
+    assert figures.batch_data(small_record(logits_indices=np.array([-1, 4]))).lost_logits == ((0, -1),)
+    pytest.importorskip("matplotlib")
+    said = [t.get_text() for t in figures.batch(record).axes[0].texts]
+    assert "Not on the axis: ▲1 at 77, query_start_loc[2] = 99999." in said
+
+
+def test_a_single_token_that_the_plan_brings_is_of_a_prompt():
+    plan = SchedulerOutput([NewRequestData("a", [60, 61], [60, 61], 1, ([6],))], CachedRequestData(), {"a": 1}, 1)
+    record = small_record(
+        plan=plan, num_reqs=1, num_reqs_padded=1, num_tokens=1, req_ids=("a",), query_start_loc=np.array([0, 1, 1, 1])
+    )
+    assert [p.kind for p in figures.batch_data(record).requests] == ["prefill"]
 
 
 @pytest.mark.parametrize("num_reqs", SIZES)
@@ -149,6 +173,25 @@ def test_rows_have_an_arrow_for_each_entry_of_idx_mapping():
     ]  # fmt: skip
 
 
+def test_entries_of_idx_mapping_that_are_no_or_nobody_elses_row_are_told():
+    twice = figures.rows_data(small_record(idx_mapping=np.array([1, 1])))
+    assert twice.idx_mapping == (1, 1, None)
+    assert twice.arrows == ((1, 0), (1, 1))
+    assert [twice.fault(i) for i in range(3)] == ["twice", "twice", ""]
+    negative = figures.rows_data(small_record(idx_mapping=np.array([3, -1])))
+    assert negative.arrows == ((3, 0),)
+    assert [negative.fault(i) for i in range(3)] == ["", "negative", ""]
+    far = figures.rows_data(small_record(idx_mapping=np.array([2**31 - 1, 1])))
+    assert far.arrows == ((1, 1), (2**31 - 1, 0))
+    assert len(far.rows) == 4
+    pytest.importorskip("matplotlib")
+    said = [t.get_text() for t in figures.rows(small_record(idx_mapping=np.array([1, 1]))).axes[0].texts]
+    assert {"0  (row 1, twice)", "1  (row 1, twice)"} <= set(said)
+    assert "1  (row -1)" in [
+        t.get_text() for t in figures.rows(small_record(idx_mapping=np.array([3, -1]))).axes[0].texts
+    ]
+
+
 def test_rows_of_requests_that_stand_by_are_known_from_earlier_steps():
     steps = recording("wide").steps
     checked = 0
@@ -186,6 +229,54 @@ def test_blocks_have_owners_and_the_slots_of_this_step():
     assert held == {4: (("b",), 4, ()), 5: (("b",), 4, (3,)), 6: (("a",), 3, (0, 1, 2))}
     assert len(data.blocks) == 9
     assert data.complete
+    assert not any(c.wrong for c in data.blocks)
+
+
+def test_a_garbage_slot_does_not_make_the_cache_large():
+    record = small_record(slot_mappings=np.array([[2**31 - 1, 24, 25, 26, -1]]))
+    for num_blocks, free in ((None, 0), (5000, 4997)):
+        data = figures.blocks_data(record, num_blocks=num_blocks, block_size=4)
+        assert len(data.blocks) < 10
+        assert data.free == free
+        assert data.blocks[-1] == figures.blocks_data(record, block_size=4).blocks[-1]
+        assert (data.blocks[-1].block, data.blocks[-1].wrong) == (2**29 - 1, (3,))
+
+
+def test_what_is_written_into_a_block_of_others_is_marked():
+    # b's token at 'a's second slot, which 'a' writes too; padding in a block of b's
+    record = small_record(slot_mappings=np.array([[25, 24, 25, 26, 16]]))
+    cells = {c.block: c for c in figures.blocks_data(record, block_size=4).blocks}
+    assert (cells[6].written, cells[6].wrong) == ((0, 1, 2), (1,))
+    assert (cells[4].written, cells[4].wrong) == ((0,), (0,))
+    (group,) = figures.slots_data(record, block_size=4)
+    assert [p.wrong for p in group.places] == [True, False, False, False, True]
+    # one slot too far, within a block of its own
+    (group,) = figures.slots_data(small_record(slot_mappings=np.array([[23, 25, 26, 27, -1]])), block_size=4)
+    assert [p.index for p in group.places if p.wrong] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["preempt_v1", "prefix", "eagle", "hybrid", "wide", "graph"])
+def test_no_slot_of_a_recording_is_marked(name: str):
+    trace = recording(name)
+    for n in range(0, len(trace.steps), 9):
+        if trace.steps[n].num_reqs:
+            groups = figures.slots_data(trace.steps[n], block_size=trace.meta["block_size"])
+            assert not any(p.wrong for g in groups for p in g.places)
+            blocks = figures.blocks_data(trace.steps[: n + 1], block_size=trace.meta["block_size"]).blocks
+            assert not any(c.wrong for c in blocks)
+
+
+def test_a_jump_of_positions_is_drawn_with_its_slots():
+    n = 30
+    table = ((np.array([4, 5], np.int32), np.arange(6, 26, dtype=np.int32), np.zeros(2, np.int32)),)
+    positions = np.r_[7, np.arange(n - 1)]
+    positions[15:] += 1
+    record = small_record(
+        num_tokens=n, num_tokens_padded=n, query_start_loc=np.array([0, 1, n, n], np.int32), positions=positions,
+        input_ids=np.zeros(n, np.int32), slot_mappings=np.r_[23, 24 + np.arange(n - 1)][None], block_tables=table,
+    )  # fmt: skip
+    (group,) = figures.slots_data(record, block_size=4, max_tokens=0)
+    assert {14, 15} <= {p.index for p in group.places if p.drawn}
 
 
 @pytest.mark.parametrize("name", ["preempt", "prefix", "eagle"])
@@ -275,6 +366,19 @@ def test_timeline_tells_prefills_from_decodes():
         assert work.kind == ("prefill" if first < prompts[work.req_id] else "decode")
 
 
+def test_the_last_token_of_a_prompt_is_a_prefill_in_the_timeline():
+    first = small_record(
+        plan=SchedulerOutput([NewRequestData("a", [1, 2, 3], [1, 2, 3], 0, ([6],))], CachedRequestData(), {"a": 2}, 2),
+        req_ids=("a",), seq_lens=np.array([2], np.int32), num_sampled=np.array([0], np.int32), num_reqs=1,
+    )  # fmt: skip
+    steps = [first]
+    for length, sampled in ((3, 1), (4, 1)):
+        plan = SchedulerOutput([], CachedRequestData(["a"], [length - 1], [None], [0]), {"a": 1}, 1)
+        arrays = {"seq_lens": np.array([length], np.int32), "num_sampled": np.array([sampled], np.int32)}
+        steps.append(dataclasses.replace(first, plan=plan, **arrays))
+    assert [w.kind for w in figures.timeline_data(steps).work] == ["prefill", "prefill", "decode"]
+
+
 def test_a_dense_recording_has_the_timeline_of_the_same_scenario_in_slots():
     slots, dense = (figures.timeline_data(recording(n)) for n in ("preempt", "preempt_v1"))
     assert [life.preempted for life in slots.lives] == [life.preempted for life in dense.lives]
@@ -347,6 +451,17 @@ def test_sampling_of_recorded_logits_gives_the_recorded_tokens():
     assert {"temperature", "min-p", "top-k", "top-p", "penalties"} <= met
 
 
+def test_of_equally_likely_tokens_those_with_the_best_scores_are_shown():
+    record = mixed_steps(1)[-1]
+    request = KnownRequest(SamplingParams(temperature=1.0), 5, 5, [3, 8, 13, 18, 23, 255])
+    flat = np.zeros_like(record.logits)
+    data = figures.sampling_data(record, "r000", request=request, logits=flat)
+    noise = gumbel_noise(np.array([5]), np.array([data.position]), flat.shape[1], "murmur3")[0]
+    best = [int(t) for t in np.argsort(-noise)[:6]]
+    assert (data.winner, data.second) == tuple(best[:2])
+    assert [t for t in data.tokens if t != data.drawn or t in best] == best
+
+
 def test_sampling_needs_to_know_the_request():
     record = mixed_steps(8)[-1]
     with pytest.raises(ConfigError, match="nothing is known of what the request wants"):
@@ -394,6 +509,33 @@ def test_divergence_marks_the_cells_that_differ_and_no_others():
     assert "positions" in data.equal
 
 
+def test_divergence_in_the_drawn_tokens_alone_is_seen_and_junk_behind_them_is_not():
+    record = recording("eagle").steps[10]
+    tokens = record.token_ids.copy()
+    tokens[0, 0] += 1
+    (field,) = figures.divergence_data(record, dataclasses.replace(record, token_ids=tokens)).different
+    assert (field.name, field.different, field.equal) == ("token_ids", 1, int(record.num_sampled.sum()) - 1)
+    junk = record.token_ids.copy()
+    behind = np.arange(junk.shape[1]) >= record.num_sampled[:, None]
+    assert behind.any()
+    junk[behind] = -7
+    data = figures.divergence_data(record, dataclasses.replace(record, token_ids=junk))
+    assert not data.different
+    assert "token_ids" in data.equal
+
+
+def test_divergence_shows_what_differs_far_apart_with_gaps_between():
+    left = mixed_steps(64)[-1]
+    slots = left.slot_mappings.copy()
+    slots[0, [10, 50, 51, -1]] = 7
+    (field,) = figures.divergence_data(left, dataclasses.replace(left, slot_mappings=slots)).different
+    n = slots.shape[1]
+    assert [c.index[1] for c in field.cells] == [6, 7, 8, 9, 10, 49, 50, 51, n - 2, n - 1]
+    assert [c.left_out for c in field.cells] == [0, 0, 0, 0, 0, 38, 0, 0, n - 54, 0]
+    assert sum(c.differs for c in field.cells) == field.different == 4
+    assert [c.padding for c in field.cells[-3:]] == [False, True, True]
+
+
 def test_divergence_shows_the_first_of_many_and_elements_of_one_side():
     left = mixed_steps(64)[-1]
     positions = left.positions.copy()
@@ -420,6 +562,8 @@ def test_kill_matrix_counts_clauses_by_area():
         ("one", (1, 2), False), ("two", (0, 0), True),
     ]  # fmt: skip
     assert data.killed == 1
+    # two columns where there is room for them
+    assert [num_columns(m, 13, name, 8.7) for m, name in ((40, 1.0), (41, 1.0), (359, 2.0))] == [1, 2, 1]
     for broken in ({}, {"runner": "cpu", "matrix": 3, "survivors": []}, []):
         with pytest.raises(ConfigError, match="no kill matrix"):
             figures.kill_matrix_data(broken)  # type: ignore[arg-type]
@@ -499,11 +643,40 @@ def test_long_request_ids_get_short_names_and_a_legend():
     said = " ".join(t.get_text() for t in figure.axes[0].texts)
     assert "…3 = chatcmpl-5f2a-003" in said
     ids = ["one-very-long-name", "another-very-long-name"]
-    assert figures.Names(ids).legend(ids) == "#0 = one-very-long-name, #1 = another-very-long-name"
+    told = figures.Names(ids).legend(ids)
+    assert told.replace(look.NO_BREAK, " ") == "#0 = one-very-long-name, #1 = another-very-long-name"
+    assert told.count(" ") == 1  # lines end between the pairs alone
     # ids that are cut at the same place stay apart
     for ids in (["prefix-0000001", "prefix-0000002"], ["abcdefgh", "abcdefgh1"], ["same-length-x"]):
         assert len({figures.Names(ids).short(i) for i in ids}) == len(ids)
         assert all(0 < len(figures.Names(ids).short(i)) <= look.LONGEST_NAME for i in ids)
+
+
+@pytest.mark.parametrize("ids", [["a\nb", "c"], ["\t", "x"], ["请求", "y"], ["", "z"]])
+def test_ids_that_cannot_be_printed_go_by_number_and_are_escaped(ids: list[str]):
+    names = figures.Names(ids)
+    assert [names.short(i) for i in ids] == ["#0", "#1"]
+    assert names.legend(ids).isprintable() or look.NO_BREAK in names.legend(ids)
+    assert names.legend(ids).replace(look.NO_BREAK, " ").isascii()
+
+
+@pytest.mark.parametrize("prefix", ["WWW", "two words " + "W" * 200])
+def test_no_text_is_cut_for_odd_ids(prefix: str):
+    pytest.importorskip("matplotlib")
+    steps = mixed_steps(8, True, prefix)
+    other = dataclasses.replace(steps[-1], positions=steps[-1].positions + 1)
+    for figure in (
+        figures.batch(steps[-1]), figures.rows(steps), figures.blocks(steps), figures.slots(steps[-1]),
+        figures.timeline(steps), figures.sampling(steps, steps[-1].req_ids[0]), figures.divergence(steps[-1], other),
+    ):  # fmt: skip
+        _check_texts(figure, prefix)
+
+
+def test_the_second_round_of_hues_is_lighter():
+    names = figures.Names(f"r{i}" for i in range(3 * len(look.HUES)))
+    fills = [names.fill(r) for r in names.order]
+    assert len(set(fills)) == 2 * len(look.HUES)
+    assert fills[: len(look.HUES)] == fills[2 * len(look.HUES) :]
 
 
 def test_files_are_png_or_svg_and_the_same_each_time(tmp_path: Path):

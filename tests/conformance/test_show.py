@@ -106,6 +106,9 @@ def test_timeline_sampling_divergence_and_kill_matrix(own_trace: str, tmp_path: 
         (["--what", "batch", "--step", "1", "--request", "r000", "-o", "x.png"], "no use for it"),
         (["--what", "divergence", "--step", "1", "-o", "x.png"], "--against"),
         (["--request", "r000"], "no use for it"),
+        (["--what", "batch", "--step", "1", "--block-size", "16", "-o", "x.png"], "--block-size"),
+        (["--what", "slots", "--step", "1", "--block-size", "0", "-o", "x.png"], "at least 1"),
+        (["--what", "sampling", "--step", "1", "--request", "nobody", "-o", "x.png"], "--request"),
         (["--what", "sampling", "--step", "1", "--request", "r000", "-o", "x.png"], "holds no logits"),
         (["-o", "/no/such/folder/x.html"], "cannot be written"),
         (["--what", "kill-matrix", "-o", "x.png"], "cannot be read"),
@@ -119,6 +122,17 @@ def test_what_does_not_fit_is_refused(
     err = capsys.readouterr().err
     assert told in err
     assert not list(tmp_path.iterdir())
+
+
+def test_where_slots_tell_no_block_size_it_can_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("matplotlib")
+    record, path, out = mixed_steps(1)[0], tmp_path / "own.jsonl", tmp_path / "x.png"
+    save_trace(path, [dataclasses.replace(record, slot_mappings=np.full_like(record.slot_mappings, -1))])
+    asked = (str(path), "--step", "0", "--what", "slots", "-o", str(out))
+    assert run(*asked) == 2
+    assert "--block-size N" in capsys.readouterr().err
+    assert run(*asked, "--block-size", "16") == 0
+    assert out.exists()
 
 
 def test_a_missing_recording_is_refused(capsys: pytest.CaptureFixture[str]):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from chromium import Chromium, find_chromium
 
+from conformance.figures import timeline_data
 from conformance.recording import RECORDINGS
 from conformance.show_html import trace_page
 from runner_api import load_trace
@@ -143,6 +144,29 @@ def test_pointing_at_a_token_tells_of_its_request(page: Chromium):
     page.mouse("mouseMoved", *page.middle("h1"))
     assert page.value(f"getComputedStyle({tip}).display") == "none"
     assert page.value("document.querySelectorAll('.lit').length") == 0
+
+
+def test_a_wrong_query_start_loc_does_not_flood_the_page(browser: Chromium, tmp_path: Path):
+    trace = load_trace(RECORDINGS / "hybrid.jsonl")
+    loc = trace.steps[1].query_start_loc.copy()
+    loc[-1] = 99999
+    steps = (trace.steps[0], dataclasses.replace(trace.steps[1], query_start_loc=loc))
+    file = tmp_path / "flood.html"
+    file.write_text(trace_page(dataclasses.replace(trace, steps=steps), start=1), encoding="utf-8")
+    browser.open(file)
+    assert browser.value("document.querySelectorAll('#batch .token').length") == trace.steps[1].num_tokens
+    assert "99999" in browser.value("document.querySelector('#batch .head.wrong').textContent")
+    assert browser.value("document.querySelectorAll('#batch .head.wrong').length") == 1
+    groups = len(trace.steps[1].slot_mappings)
+    assert browser.value("document.getElementById('slots').textContent") == f"KV slot of group 0 … {groups - 1}"
+    assert browser.value("document.getElementById('where').textContent").startswith("step 1 of 2 (0 … 1):")
+    assert not browser.exceptions()
+
+
+def test_the_timeline_tells_returns_and_ends(page: Chromium):
+    lives = timeline_data(load_trace(RECORDINGS / f"{NAME}.jsonl")).lives
+    assert page.value("document.querySelectorAll('#timeline .back').length") == sum(len(x.spans) - 1 for x in lives) > 0
+    assert page.value("document.querySelectorAll('#timeline .end').length") == sum(x.end is not None for x in lives) > 0
 
 
 def test_a_click_in_the_timeline_goes_to_its_step(page: Chromium):
