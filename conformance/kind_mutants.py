@@ -66,6 +66,50 @@ METAMORPHIC_MUTANTS: tuple[Mutant, ...] = (
     _m("seed-ignored", _GUMBEL,
        "seeds[rows][random]", "seeds[rows][random] * 0",
        "META-016 SAMPLE-002", "K12", "All requests draw by one seed."),
+    _m("seed-of-the-names-first-owner", "sample/sampler.py",
+       "self.seeds[row] = new.seed",
+       "self.seeds[row] = self.__dict__.setdefault('_known', {}).setdefault(new.req_id, new.seed)",
+       "META-019", "K1", "Who bears the name of an earlier request draws by the seed of that one."),
+)  # fmt: skip
+
+# Parameters that do not do what they say, in a way that outputs alone show.
+OUTPUT_MUTANTS: tuple[Mutant, ...] = (
+    _m("low-temperatures-are-one", "sample/temperature.py",
+       "np.where(t == 0, 1, t)", "np.where(t == 0, 1, np.maximum(t, 1))",
+       "OUT-005 SAMPLE-028", "K13", "Temperatures below 1 are taken for 1."),
+    _m("top-k-keeps-two", "sample/top_k_top_p.py",
+       "kept = order[:k]", "kept = order[: max(k, 2)]",
+       "OUT-006 SAMPLE-008", "K13", "Two tokens are kept where one was asked for."),
+    _m("tiny-top-p-is-none", "sample/top_k_top_p.py",
+       "        if p < 1.0:", "        if 1e-3 < p < 1.0:",
+       "OUT-007", "K13", "A top-p near 0 is taken for no limit."),
+    _m("min-p-squared", "sample/min_p.py",
+       "x.max(axis=1) + np.log(p)", "x.max(axis=1) + np.log(p * p)",
+       "OUT-008 SAMPLE-010", "K13", "The share of min-p is taken of itself."),
+    _m("presence-rewards-alone", "sample/penalties.py",
+       "        if once != 0:", "        if once < 0:",
+       "OUT-009", "K13", "Presence penalties that make tokens rarer are left out."),
+    _m("bias-without-its-sign", "sample/logit_bias.py",
+       "+= bias[row, :n]", "+= np.abs(bias[row, :n])",
+       "OUT-010 SAMPLE-014", "K13", "A bias against a token speaks for it."),
+    _m("short-lists-allow-all", "sample/allowed_token_ids.py",
+       "self.restricted[row] = listed is not None", "self.restricted[row] = listed is not None and len(listed) > 3",
+       "OUT-011", "K13", "A list of three tokens or fewer is taken for none."),
+    _m("minimum-halved", "sample/min_tokens.py",
+       "new.prompt_len + params.min_tokens", "new.prompt_len + params.min_tokens // 2",
+       "OUT-012 SAMPLE-016", "K13", "Requests may end at half of their minimum."),
+    _m("words-of-several-tokens-allowed", "sample/bad_words.py",
+       "if n <= len(outputs)", "if n == 0 <= len(outputs)",
+       "OUT-013 SAMPLE-023", "K13", "Bad words of several tokens are let through."),
+    _m("all-take-the-first-mask", _GRAMMAR,
+       "~allowed_by(bitmask[mask_row], vocab_size)", "~allowed_by(bitmask[0], vocab_size)",
+       "OUT-014 GRAMMAR-001", "K14", "Every request is held to the first mask of the step."),
+    _m("scores-not-normalised", "sample/logprob.py",
+       "shift[:, 0] + np.log(total)", "shift[:, 0]",
+       "OUT-015 LOGPROB-001", "K15", "Log probabilities are measured from the best logit."),
+    _m("window-one-short", "models/witness.py",
+       "np.maximum(at - window + 1, 0)", "np.maximum(at - window + 2, 0)",
+       "OUT-016 ATTN-001", "K9", "A window is one token shorter than it should be."),
 )  # fmt: skip
 
 
@@ -145,4 +189,35 @@ DENSE_KIND_MUTANTS: tuple[Mutant, ...] = (
            "PAD-005 SLOT-003", "K19", "The step has the size of its plan and not that of the bucket it was told."),
 )  # fmt: skip
 
-KIND_MUTANTS: tuple[Mutant, ...] = (*METAMORPHIC_MUTANTS, *DENSE_KIND_MUTANTS)
+_CACHE, _BLANK = "kv_cache.py", "cache[list(block_ids)] = 0"
+_EACH_CACHE = """\
+        for cache in pair:
+            cache[list(block_ids)] = 0"""
+_BLANKING = (
+    ("blocks-not-blanked", _BLANK, "cache[list(block_ids)] *= 1", "Blocks that should be blanked keep what they hold."),
+    ("first-block-blanked-alone", _BLANK, "cache[list(block_ids)[:1]] = 0", "Of several blocks the first is blanked."),
+    ("keys-blanked-alone", _EACH_CACHE, "        pair[0][list(block_ids)] = 0", "The values of blanked blocks stay."),
+    ("first-layer-blanked-alone",
+     f"for pair in caches:\n{_EACH_CACHE}", f"for pair in list(caches)[:1]:\n{_EACH_CACHE}",
+     "Blocks are blanked in the first layer, and so in the first group alone."),
+)  # fmt: skip
+
+# Outcomes and memory, each seen by a probe in either layout.
+PROBE_MUTANTS: tuple[Mutant, ...] = tuple(
+    make(id, path, old, new, clauses, kind, why)
+    for make in (_m, _dense)
+    for id, path, old, new, clauses, kind, why in (
+        *((id, _CACHE, old, new, "KV-008", "K1", why) for id, old, new, why in _BLANKING),
+        ("second-error-lost", "async_output.py",
+         "errors[req_id] = SampleFault(fault)", "errors = errors or {req_id: SampleFault(fault)}",
+         "SAMPLE-044", "K15", "Of several requests without a token the first one gets an error."),
+        ("outcome-not-copied", "async_output.py",
+         "self._token_ids = token_ids.copy()", "self._token_ids = token_ids",
+         "ASYNC-004", "K7", "An output shows the caller's own array, with what the caller writes into it later."),
+        ("thinking-end-begun-least", "sample/thinking_budget.py",
+         "said = n", "said = said or n",
+         "SAMPLE-026", "K8", "Where an end text begins like its own middle, the shortest beginning counts."),
+    )
+)  # fmt: skip
+
+KIND_MUTANTS: tuple[Mutant, ...] = (*METAMORPHIC_MUTANTS, *OUTPUT_MUTANTS, *DENSE_KIND_MUTANTS, *PROBE_MUTANTS)

@@ -22,6 +22,7 @@ from conformance.grammar_probes import (
 )
 from conformance.harness import build_runner
 from conformance.logprob_probes import log_probabilities_are_right, prompts_are_scored
+from conformance.memory_probes import listed_blocks_read_as_zero
 from conformance.metamorphic import greedy_tokens_are_the_models, retold_stories
 from conformance.outcome_probes import (
     nan_rows_have_a_fault,
@@ -29,6 +30,7 @@ from conformance.outcome_probes import (
     rows_without_a_token_have_a_fault,
     traces_are_replayed,
 )
+from conformance.outputs_probes import outputs_are_the_references
 from conformance.probe import RECORDED, probe
 from conformance.sampling_probes import (
     circumstances_change_nothing,
@@ -355,6 +357,21 @@ def plans_are_copied(bench: Bench) -> Found:
     return {"MR-ASYNC-003": wrong}
 
 
+@probe("ASYNC-004", Capability.GENERATE, Capability.FORCED_STEP, Capability.ASYNC_OUTPUT)
+def imposed_outcomes_are_copied(bench: Bench) -> Found:
+    """Overwrite the arrays of an imposed outcome before its output is taken; so with the step that goes on from it."""
+    runner, twin = bench.fresh(), bench.fresh()
+    first, then = plan_of(new("a", [1, 2, 3], [1])), plan_of(cached={"a": (3, None)})
+    token_ids, num_sampled = np.array([[5]], np.int64), np.array([1], np.int32)
+    expected = [run(twin, first, ForcedStep(token_ids.copy(), num_sampled.copy())), run(twin, then)]
+    runner.execute_model(first)
+    handle = runner.sample_tokens(forced=ForcedStep(token_ids, num_sampled))
+    token_ids[:], num_sampled[:] = 9, 0
+    got = [handle.get_output().tokens(), run(runner, then)]
+    wrong = [] if got == expected else [Mismatch("MR-ASYNC-004", "sampled_token_ids", "a", (), got, expected)]
+    return {"MR-ASYNC-004": wrong}
+
+
 @probe("STATE-005 STATE-010", Capability.GENERATE, Capability.STATE_DIGEST)
 def unknown_ids_change_nothing(bench: Bench) -> Found:
     runner, twin = bench.fresh(), bench.fresh()
@@ -468,11 +485,12 @@ PROBES: tuple[Callable[[Bench], Found], ...] = (
     *DENSE_PROBES,
     impossible_plans_are_refused, impossible_outcomes_are_refused, calls_out_of_order_are_refused,
     too_many_stop_tokens_are_refused, capabilities_not_offered_are_refused,
-    late_output_is_the_same, plans_are_copied, unknown_ids_change_nothing, neighbours_do_not_matter,
+    late_output_is_the_same, plans_are_copied, imposed_outcomes_are_copied,
+    unknown_ids_change_nothing, neighbours_do_not_matter,
     forced_tokens_enter_the_state, a_refused_plan_is_not_begun, plans_without_tokens_change_rows,
     ties_go_to_the_lowest_id, stages_alone, parameters_do_what_they_say, drafts_count_as_said,
     circumstances_change_nothing, nan_rows_have_a_fault, rows_without_a_token_have_a_fault, traces_are_replayed,
     processors_are_told, log_probabilities_are_right, prompts_are_scored, masks_belong_to_their_requests,
     masks_behind_drafts, stops_come_back, misfits_are_refused, retold_stories,
-    greedy_tokens_are_the_models,
+    greedy_tokens_are_the_models, outputs_are_the_references, listed_blocks_read_as_zero,
 )  # fmt: skip

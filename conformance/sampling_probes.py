@@ -50,10 +50,10 @@ def _min_tokens(history: RowHistory) -> str:
 
 
 def _thinking(history: RowHistory) -> str:
-    forced = thinking_token(history)
-    if forced is None:
+    if thinking_token(history) is None:
         return "MR-SAMPLE-027"
-    return "MR-SAMPLE-025" if forced == REASONING.end_token_ids[0] else "MR-SAMPLE-026"
+    begun = any(history.tokens[-n:] == END[:n] for n in range(1, len(END)))
+    return "MR-SAMPLE-026" if begun else "MR-SAMPLE-025"
 
 
 def _logs(*probabilities: float) -> list[float]:
@@ -63,6 +63,7 @@ def _logs(*probabilities: float) -> list[float]:
 
 
 START, END = list(REASONING.start_token_ids), list(REASONING.end_token_ids)
+NATURAL = list(REASONING.natural_end_token_ids)
 PENALTIES = {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "presence_penalty": 0.25}
 EVERYTHING = {
     "temperature": 0.5, "logit_bias": {4: 3.0, 9: -2.0, 49: 4.0}, "repetition_penalty": 1.5, "frequency_penalty": 0.5,
@@ -74,6 +75,8 @@ WISHES: tuple[Wish, ...] = (
     Wish("MR-SAMPLE-013", [1, 2], [3, 31, 3], {"allowed_token_ids": (3, 31, 32, 49)}),
     Wish("MR-SAMPLE-014", [1], [5, 5, 5], {"logit_bias": {5: 3.0, 0: -2.5, 31: 0.25, 49: 6.0}}),
     Wish("MR-SAMPLE-014", [2], [7, 49, 0], {"logit_bias": {0: 5.5}, "temperature": 1.0}, seed=-7),
+    # In sixteen bits this bias would be more than the seventh logit.
+    Wish("MR-SAMPLE-014", [2], [7, 49, 0], {"logit_bias": {5: 0.30001}}, row=[0] * 7 + [0.30004]),
     Wish("MR-SAMPLE-015", [1, 2, 3], [3, 4, 3], {"allowed_token_ids": (3, 4, 33), "logit_bias": {7: 50.0, 33: 1.0}}),
     Wish(_min_tokens, [1, 7, 9], [2, 3, 4], {"min_tokens": 2, "stop_token_ids": (7, 9, 48)}, row=[0] * 7 + [9, 0, 8]),
     Wish("MR-SAMPLE-018", [4], [1, 2, 3], {"min_tokens": 3, "ignore_eos": True}, eos=(11, 49), row=[0] * 11 + [9]),
@@ -88,7 +91,7 @@ WISHES: tuple[Wish, ...] = (
     Wish("MR-SAMPLE-023", [5, 6], [1, 2, 3], {"bad_words_token_ids": ((8,), (1, 2, 33), (2, 3, 49), (2, 1), (3, 5))}),
     Wish("MR-SAMPLE-024", [5, 1], [2, 7, 1], {"bad_words_token_ids": ((1, 2), (1, 2, 7), (5, 1, 2, 4), (1, 9))}),
     Wish(_thinking, [*START, 3], [4, 5, *END, 6], {"thinking_token_budget": 2}),
-    Wish(_thinking, [7, *START], [*END[1:], 4, 4], {"thinking_token_budget": 1}),
+    Wish(_thinking, [7, *START], [*NATURAL, 4, 4], {"thinking_token_budget": 1}),
     Wish(_thinking, [7, 8], [4, *START, 5], {"thinking_token_budget": 0, "temperature": 0.5}, seed=3),
     Wish("MR-SAMPLE-028", [1], [2, 3, 4], {"temperature": 0.7}, seed=11),
     Wish("MR-SAMPLE-028", [1, 2], [2, 3, 4], {"temperature": 2.0}, seed=2**40 + 1),
@@ -96,6 +99,7 @@ WISHES: tuple[Wish, ...] = (
     Wish("MR-SAMPLE-029", [1], [2, 3, 4], {"temperature": 1.0, "min_p": 1.0}, seed=1, row=[1, 3, 3, 0, 3, 2.75]),
     Wish("MR-SAMPLE-030", [1], [2, 3, 4], {"temperature": 1.0, "top_k": 5}, seed=8),
     Wish("MR-SAMPLE-030", [1], [2, 3, 4], {"temperature": 1.5, "top_k": 3}, seed=9, row=[1, 2, 4, 2, 2, 2]),
+    Wish("MR-SAMPLE-030", [1], [2, 3, 4], {"temperature": 1.0, "top_k": VOCAB - 1}, seed=8),
     Wish("MR-SAMPLE-031", [1], [2, 3, 4], {"temperature": 1.0, "top_p": 0.7}, seed=8, row=_logs(0.15, 0.5, 0.3, 0.05)),
     Wish("MR-SAMPLE-031", [1], [2, 3, 4], {"temperature": 1.0, "top_p": 0.1}, seed=8, row=_logs(0.3, 0.4, 0.2, 0.1)),
     Wish(

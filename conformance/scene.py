@@ -41,8 +41,8 @@ VOCAB = 50
 MODEL = WitnessConfig(VOCAB, (WitnessGroup(4),))
 MAX_MODEL_LEN = 32
 BLOCKS_EACH = MAX_MODEL_LEN // 4
-# The forced end is longer than the natural one, as a transition phrase makes it.
-REASONING = ReasoningConfig((40, 41), (45, 42, 43), (42, 43))
+# The forced end is longer than the natural one, as a transition phrase makes it, and begins like its own second token.
+REASONING = ReasoningConfig((40, 41), (45, 45, 42, 43), (42, 43))
 # Rounding of a float32 pipeline, relative to the value; and of a score with its noise.
 TOLERANCE = 1e-5
 NEAR = 2e-5

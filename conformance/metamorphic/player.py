@@ -19,14 +19,20 @@ from runner_api import (
     BatchDescriptor,
     CachedRequestData,
     CUDAGraphMode,
+    GrammarOutput,
     KVCacheConfig,
     ModelRunner,
+    ModelRunnerOutput,
     NewRequestData,
     RunnerConfig,
     RunnerError,
+    SamplingParams,
     SchedulerOutput,
 )
+from runner_api.record_check import is_integer
 
+# Ids, values and rank of one row of log probabilities.
+Scores = tuple[tuple[int, ...], tuple[float, ...], int]
 # A story that is not over by then never will be.
 MOST_STEPS = 200
 
@@ -61,10 +67,12 @@ BASE = Way()
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token and the step of the play that drew it."""
+    """A token, the step of the play that drew it, and its log probabilities as far as its request asked for them (None:
+    it asked for none, or none came)."""
 
     token: int
     step: int
+    scores: Scores | None = None
 
 
 class BrokenStory(Exception):
@@ -101,14 +109,15 @@ class _Part:
 class Player:
     """Plays stories on one runner, one after the other.
 
-    order: ids of all usable blocks, in the order in which they are handed out.
+    order: ids of all usable blocks, in the order in which they are handed out. vocab_size: of the model; requests with
+    structured outputs get masks of it.
     """
 
     def __init__(
         self, runner: ModelRunner, config: RunnerConfig, kv_cache_config: KVCacheConfig, order: Sequence[int],
-        way: Way = BASE,
+        way: Way = BASE, *, vocab_size: int,
     ) -> None:  # fmt: skip
-        self.runner, self.config, self.way = runner, config, way
+        self.runner, self.config, self.way, self.vocab_size = runner, config, way, vocab_size
         self.sizes = [g.spec.block_size for g in kv_cache_config.groups]
         self.unit = int(np.lcm.reduce(self.sizes))
         self.pool = WorldBlocks(order)
@@ -116,7 +125,7 @@ class Player:
         self.counts: Counter[str] = Counter()  # what really happened, so that a law can say that it was put to the test
         self._finished: set[str] = set()  # told by the next plan
         self._preempted: set[str] = set()
-        self._on_their_way: list[tuple[int, AsyncModelRunnerOutput, dict[str, _Part]]] = []
+        self._on_their_way: list[tuple[int, AsyncModelRunnerOutput, tuple[str, ...], dict[str, _Part]]] = []
 
     def play(self, asks: Sequence[Ask]) -> dict[str, list[Token]]:
         """Every request's tokens. Raises BrokenStory, and whatever the runner raises."""
@@ -151,7 +160,8 @@ class Player:
                     "execute_model has sampled by itself", field="execute_model", got=done,
                     expected="None for a plan with tokens: sample_tokens follows",
                 )  # fmt: skip
-            self._on_their_way.append((self.step, self.runner.sample_tokens(), due))
+            handle = self.runner.sample_tokens(self._grammar(due))
+            self._on_their_way.append((self.step, handle, tuple(plan.num_scheduled_tokens), due))
             if self.way.spoilt:
                 _spoil(plan)
                 self.counts["spoilt"] += 1
@@ -267,15 +277,31 @@ class Player:
     def _take_outputs(self, on_their_way: int) -> None:
         """Take the oldest outputs until so many are on their way."""
         while len(self._on_their_way) > on_their_way:
-            step, handle, due = self._on_their_way.pop(0)
+            step, handle, planned, due = self._on_their_way.pop(0)
             self.counts["late"] += step < self.step - 1
-            taken: dict[str, tuple[int, ...]] = handle.get_output().tokens()
+            output = handle.get_output()
+            taken = _tokens(output, planned)
+            again = _tokens(handle.get_output(), planned)
+            if again != taken:
+                raise RunnerError("a second get_output differs", field="get_output", got=again, expected=taken)
             for req_id in {**dict.fromkeys(taken), **due}:
-                tokens, wanted = tuple(taken.get(req_id, ())), int(req_id in due)
+                tokens, wanted = taken.get(req_id, ()), int(req_id in due)
                 if len(tokens) != wanted:
                     raise BrokenStory(req_id, step, tokens, wanted)
                 if wanted:
-                    due[req_id].outputs.append(Token(int(tokens[0]), step))
+                    scores = _scores(output, req_id, due[req_id].ask.params, self.vocab_size)
+                    due[req_id].outputs.append(Token(int(tokens[0]), step, scores))
+
+    def _grammar(self, due: Mapping[str, _Part]) -> GrammarOutput | None:
+        """The masks of those that draw a token in structured form; None: nobody does."""
+        formed = {i: part for i, part in due.items() if part.ask.params.structured_outputs is not None}
+        if not formed:
+            return None
+        allowed = np.zeros((len(formed), -(-self.vocab_size // 32) * 32), bool)
+        for mask, part in zip(allowed, formed.values(), strict=True):
+            mask[part.ask.formed(part.drawn, self.vocab_size)] = True
+        words = np.packbits(allowed, axis=1, bitorder="little").view("<i4").astype(np.int32)
+        return GrammarOutput(list(formed), words)
 
     # -- blocks and shapes ------------------------------------------------------------------------------------
 
@@ -313,6 +339,36 @@ class Player:
         fitting = [g for g in self.way.graphs if _fits(g, total, lengths)]
         self.counts["graph"] += bool(fitting)
         return min(fitting, key=lambda g: (g.num_tokens, g.num_reqs or 0), default=None)
+
+
+def _tokens(output: ModelRunnerOutput, planned: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """An output's tokens by request; whoever is missing there has none. Raises RunnerError unless it names requests of
+    the plan, each once, and gives integers, and no request an error: none of a story has a reason for one."""
+    if Counter(output.req_ids) - Counter(planned):
+        raise RunnerError(
+            "the output names requests that are not the plan's, or one twice", field="req_ids", got=output.req_ids,
+            expected=f"each once: {sorted(planned)}",
+        )  # fmt: skip
+    if not isinstance(output.errors, Mapping) or output.errors:
+        raise RunnerError("an error without a reason", field="errors", got=output.errors, expected={})
+    found = {req_id: tuple(tokens) for req_id, tokens in output.tokens().items()}
+    for tokens in found.values():
+        if not all(map(is_integer, tokens)):
+            raise RunnerError("tokens are integers", field="sampled_token_ids", got=tokens, expected="integers")
+    return found
+
+
+def _scores(output: ModelRunnerOutput, req_id: str, params: SamplingParams, vocab_size: int) -> Scores | None:
+    """What the request asked for of its row: column 0, then its listed or best tokens."""
+    lists, listed, best = output.logprobs, params.logprob_token_ids, params.logprobs
+    if lists is None or (listed is None and best is None):
+        return None
+    row = output.req_ids.index(req_id)
+    if row >= min(map(len, (lists.token_ids, lists.logprobs, lists.ranks))):
+        return None
+    width = 1 + (len(listed) if listed is not None else vocab_size if best == -1 else best or 0)
+    ids, values = (np.asarray(a[row])[:width].tolist() for a in (lists.token_ids, lists.logprobs))
+    return tuple(ids), tuple(values), int(lists.ranks[row])
 
 
 def _spoil(plan: SchedulerOutput) -> None:

@@ -25,6 +25,10 @@ class Ask:
     arrives: int = 0
     num_outputs: int = 5
 
+    def formed(self, number: int, vocab_size: int) -> list[int]:
+        """Ids that its grammar allows for this output, counted from 1, if it asks for structured outputs."""
+        return [v for v in range(vocab_size) if (v + 3 * number + sum(self.prompt)) % 8 == 0]
+
 
 @dataclass(frozen=True, slots=True)
 class Story:
@@ -74,11 +78,11 @@ def _wishes(offered: frozenset[Capability], ids: int) -> list[SamplingParams]:
     random = replace(greedy, temperature=1.0) if Capability.SEEDED_SAMPLING in offered else greedy
     some = tuple(range(1, ids, 3))
     wanted: Sequence[tuple[SamplingParams, dict[str, object]]] = (
-        (greedy, {}),
-        (random, {"top_k": 20, "top_p": 0.95, "min_p": 0.02}),
+        (greedy, {"logprobs": 2}),
+        (random, {"top_k": 20, "top_p": 0.95, "min_p": 0.02, "logprobs": 0}),
         (greedy, {"repetition_penalty": 1.5, "frequency_penalty": 2.0, "presence_penalty": 1.5}),
         (random, {"logit_bias": {1: 6.0, min(7, ids - 1): 5.0}}),
-        (random, {"allowed_token_ids": some, "bad_words_token_ids": _bad_words(ids)}),
+        (random, {"allowed_token_ids": some, "bad_words_token_ids": _bad_words(ids), "logprob_token_ids": some[:3]}),
         (random, {"min_tokens": 3, "stop_token_ids": tuple(range(0, ids, 2))}),
         (random, {}),
     )

@@ -7,15 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import conformance
 from conformance.clauses import load_clauses
 from conformance.layouts import in_layout
 from conformance.metamorphic import judge_metamorphic
-from conformance.metamorphic.judge import LAWS, ONE_GROUP
-from conformance.metamorphic.player import BrokenStory
-from conformance.metamorphic.story import tell_story
+from conformance.metamorphic.judge import LAWS, ONE_GROUP, stage_of
+from conformance.metamorphic.player import BrokenStory, Way
+from conformance.metamorphic.story import Ask, tell_story
 from conformance.mutants import CPU_MUTANTS
 from conformance.mutation import mutated
 from runner_api import (
@@ -26,6 +27,8 @@ from runner_api import (
     CUDAGraphMode,
     ModelRunnerOutput,
     RunnerConfig,
+    SamplingParams,
+    StructuredOutputsParams,
 )
 from runner_api.loader import PROTOCOL_METHODS, call_factory
 
@@ -137,6 +140,7 @@ MUTANTS = {
     "MR-META-013": "dense-idle-tokens-lost",
     "MR-META-014": "bias-of-former-owner",
     "MR-META-017": "dense-keeps-the-plans-lists",
+    "MR-META-019": "seed-of-the-names-first-owner",
 }
 
 
@@ -201,11 +205,15 @@ def test_a_missing_token_is_told_by_its_law_or_ends_the_judgement() -> None:
 
     def mute(runner: Any) -> None:
         class Nothing:
+            def __init__(self, output: Any) -> None:
+                self.output = output
+
             def get_output(self) -> ModelRunnerOutput:
-                return ModelRunnerOutput()
+                req_ids = self.output.get_output().req_ids
+                return ModelRunnerOutput(req_ids, tuple(() for _ in req_ids))
 
         sample = runner.sample_tokens
-        runner.sample_tokens = lambda *a, **k: (sample(*a, **k), Nothing())[1]
+        runner.sample_tokens = lambda *a, **k: Nothing(sample(*a, **k))
 
     with pytest.raises(BrokenStory, match="0 tokens where 1 are due"):
         judge_metamorphic(wrapped(mute))
@@ -230,6 +238,43 @@ def test_graphs_are_judged_where_a_runner_has_them() -> None:
     assert found[GRAPHS] == []
     assert len(set(asked)) > 1
     assert GRAPHS not in judge_metamorphic("cpu", capabilities=offered)
+
+
+def test_log_probabilities_belong_to_a_token() -> None:
+    """A runner whose tokens are right and whose log probabilities hang on the size of the batch."""
+
+    def crowded(runner: Any) -> None:
+        sample = runner.sample_tokens
+
+        class Crowded:
+            def __init__(self, output: Any) -> None:
+                self.output = output
+
+            def get_output(self) -> ModelRunnerOutput:
+                true = self.output.get_output()
+                if true.logprobs is None:
+                    return true
+                values = true.logprobs.logprobs - np.float32(len(true.req_ids))
+                return replace(true, logprobs=replace(true.logprobs, logprobs=values))
+
+        runner.sample_tokens = lambda *a, **k: Crowded(sample(*a, **k))
+
+    found = judge_metamorphic(wrapped(crowded))
+    assert "MR-META-007" in failed(found)
+    assert found["MR-META-007"][0].field.startswith("log probabilities with two strangers in between, step ")
+    assert "MR-META-001" not in failed(found)
+
+
+def test_grammar_masks_follow_the_request() -> None:
+    """Tokens of a request with structured outputs are those that its masks allow, one mask for each output."""
+    form = SamplingParams(temperature=0.0, structured_outputs=StructuredOutputsParams(regex="a*"))
+    ask = Ask("g", (3, 4, 5), form)
+    stage = stage_of("cpu", frozenset(Capability), ONE_GROUP, 0, {"layout": "slots"})
+    for way in (Way(), Way(chunks=(2, 1)), Way(preempt={"g": ((1, 0),)})):
+        tokens = [t.token for t in stage.play([ask], way)[0]["g"]]
+        assert len(tokens) == ask.num_outputs
+        assert all(token in ask.formed(k + 1, 64) for k, token in enumerate(tokens))
+    assert ask.formed(1, 64) != ask.formed(2, 64)
 
 
 def test_a_crash_belongs_to_the_law_that_met_it() -> None:

@@ -18,7 +18,7 @@ FILE = Path(__file__).parents[2] / "examples" / "rebuilding_engine.py"
 # Each fault, and one clause that it breaks and another that it keeps.
 FAULTS = {
     "plan_order": ("MR-META-001", "MR-META-003"),
-    "first_chunk": ("MR-META-004", "MR-META-005"),
+    "first_chunk": ("MR-META-004", "MR-META-003"),
     "old_blocks": ("MR-META-005", "MR-META-004"),
 }
 
