@@ -39,6 +39,10 @@ from runner_api.wire import from_json, to_json
 SCHEMA = "modelrunner-case/1"
 
 
+class CaseError(ConfigError):
+    """The case itself is at fault, whoever runs it: no right runner can follow it."""
+
+
 @dataclass(frozen=True, slots=True)
 class CaseStep:
     """One plan and what comes with it. keep_blocks: unused memory but these blocks is poisoned before; None: not."""
@@ -138,11 +142,11 @@ def run_case(
     An exception over poisoned memory says that something was read, not what: then the case is run once more without
     poison, and a clause that fails in that run is the one that is told.
 
-    Raises ConfigError for a case without steps, for one whose plans rely on tokens that were not drawn, and for one
-    that the oracle refuses.
+    Raises ConfigError for a case whose plans rely on tokens that were not drawn, and CaseError for one without steps,
+    one that names requests it never added, and one that the oracle refuses.
     """
     if not case.steps:
-        raise ConfigError("a case without steps tests nothing", field="steps", got=0, expected=">= 1")
+        raise CaseError("a case without steps tests nothing", field="steps", got=0, expected=">= 1")
     factory = in_layout(load_factory(runner), case.config.layout or "slots")
     offered = call_factory(factory, RunnerConfig(max_num_reqs=2)).describe().capabilities
     sides = Sides(factory, in_layout(oracle, case.config.layout or "slots"), offered, clauses)
@@ -169,7 +173,7 @@ def _run(case: Case, sides: Sides) -> CaseRun:
                 break
         judge.candidate.shutdown()
     except NotLegal as e:
-        raise ConfigError(f"the oracle refuses the case: {e}", field="steps") from e
+        raise CaseError(f"the oracle refuses the case: {e}", field="steps") from e
     return run
 
 
@@ -244,7 +248,7 @@ class CaseTruth:
         ):
             request = self._held.get(req_id)
             if request is None:
-                raise ConfigError("the case goes on with a request that it never added", field="steps", req_id=req_id)
+                raise CaseError("the case goes on with a request that it never added", field="steps", req_id=req_id)
             if req_id in cached.resumed_req_ids:
                 tokens = [int(t) for t in cached.all_token_ids[req_id]]
                 if tokens != request.tokens:
@@ -261,7 +265,7 @@ class CaseTruth:
     def _truth(self, req_id: str, n: int, plan: SchedulerOutput) -> RequestTruth:
         request = self._held.get(req_id)
         if request is None:
-            raise ConfigError("the case schedules a request that it never added", field="steps", req_id=req_id)
+            raise CaseError("the case schedules a request that it never added", field="steps", req_id=req_id)
         num_drafts = len(plan.scheduled_spec_decode_tokens.get(req_id, ()))
         known = request.tokens[request.computed : request.computed + n]
         drafts = request.drafts[: n - len(known)]

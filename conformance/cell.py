@@ -6,7 +6,6 @@ Python expression over `record` (the step's StepRecord) and `output`, with the v
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,12 +48,18 @@ def cell_of(failure: Failure) -> Cell | None:
     m = failure.mismatch
     if m is None:
         return None
-    names = {"record": failure.record, "output": failure.output}
+    unreadable: Cell | None = None
     for cell in _cells(m, failure):
-        read = _read(cell.expression, names)
-        if _differs(read, cell.expected, cell.tolerance):
-            return replace(cell, got=read, req_id=cell.req_id or m.req_id)
-    return None
+        owned = replace(cell, req_id=cell.req_id or m.req_id)
+        try:
+            read = _read(cell.expression, failure.record, failure.output)
+            differs = _differs(read, cell.expected, cell.tolerance)
+        except Exception as e:  # whoever asks meets the same error
+            unreadable = unreadable or replace(owned, got=f"nothing to read ({type(e).__name__}: {e})")
+            continue
+        if differs:
+            return replace(owned, got=read)
+    return unreadable
 
 
 def _cells(m: Mismatch, failure: Failure) -> list[Cell]:
@@ -154,6 +159,11 @@ def _shape(m: Mismatch) -> Cell | None:
             g, i = m.index
             return Cell(f"str(record.block_tables[{g}][{i}].dtype)", None, m.expected, m.field, m.index)
         return None
+    if m.field == "kv" and m.req_id is not None:  # the request's own part is not there
+        return Cell(f"{m.req_id!r} in record.kv", None, True, m.field)
+    kind = {"req_ids": "tuple", "kv": "dict", "descriptor": "BatchDescriptor", "logits": "ndarray"}.get(m.field)
+    if kind is not None:
+        return Cell(f"type(record.{m.field}).__name__", None, kind, m.field)
     return Cell(f'f"{{record.{m.field}.dtype}}{{list(record.{m.field}.shape)}}"', None, m.expected, m.field)
 
 
@@ -180,8 +190,14 @@ def _output_cells(m: Mismatch) -> list[Cell]:
         expected = m.expected[0] if m.clause_id == "MR-OUT-003" else m.expected
         return [Cell("tuple(output.req_ids)", None, expected, m.field)]
     if m.field == "sampled_token_ids" and m.req_id is not None:
-        expression = f"tuple(output.tokens()[{m.req_id!r}])"
-        return [Cell(expression, None, tuple(m.expected), m.field, m.index)]
+        row = f"output.tokens()[{m.req_id!r}]"
+        kinds = f"isinstance({row}, (tuple, list)) and all(isinstance(t, (int, np.integer)) for t in {row})"
+        return [
+            Cell(f"tuple({row})", None, tuple(m.expected), m.field, m.index),
+            Cell(kinds, None, True, m.field, m.index),
+        ]
+    if m.field == "errors":
+        return [Cell("dict(output.errors)", None, m.expected, m.field)]
     if m.field == "prompt_logprobs" and m.req_id is not None:
         lists = f"output.prompt_logprobs[{m.req_id!r}]"
         if not m.index:
@@ -207,20 +223,13 @@ def _element(array: np.ndarray, index: tuple[int, ...]) -> Any:
     return array[index].item() if inside else None
 
 
-def _read(expression: str, names: Mapping[str, StepRecord | ModelRunnerOutput | None]) -> Any:
-    """The value of a cell's expression, or the error that reading it raises, as text."""
-    try:
-        value = eval(expression, {"__builtins__": {}, **_BUILTINS}, dict(names))  # our own text, written above
-    except Exception as e:
-        return f"{type(e).__name__}: {e}"
+def _read(expression: str, record: StepRecord | None, output: ModelRunnerOutput | None) -> Any:
+    """The value of a cell's expression, which is our own text, written above. Raises what reading it raises."""
+    value = eval(expression, {"np": np, "record": record, "output": output})
     return value.item() if isinstance(value, np.generic) else value
 
 
-_BUILTINS = {"len": len, "str": str, "list": list, "tuple": tuple, "sorted": sorted, "int": int, "float": float,
-             "round": round}  # fmt: skip
-
-
 def _differs(got: Any, expected: Any, tolerance: float) -> bool:
-    if not tolerance or isinstance(got, str):
+    if not tolerance:
         return bool(got != expected)
     return any(abs(a - b) > tolerance * (1 + abs(b)) for a, b in zip(got, expected, strict=True))

@@ -6,7 +6,7 @@ clauses (id to {outcome: pass | fail | error | skip | xfail | xpass | untested, 
 outcomes (outcome to number of clauses); errors ([{where, error}]); counts (how often each kind of step occurred);
 lockstep (a list of {model, dtype, verdict, steps, fields, elements, tokens, near_ties, near_tie_rate,
 expected_near_ties, near_tie_cap, first}), lockstep_left_out (null or why); corpus ([{case, clause, outcome: agree |
-diverge | skip, first}]);
+diverge | skip | error, first}]);
 findings ([{clause, text}]); notes, faults (why it is no pass); verdict (AGREE or DIVERGE).
 """
 
@@ -30,7 +30,8 @@ from conformance.outcomes import Outcome, Results, results_of
 from conformance.probe import RECORDED
 from conformance.report_file import ReportWriter, footer_of, header_of
 from conformance.smoke import smoke
-from runner_api import SPEC_VERSION, Capability, ConfigError, ModelRunner, RunnerConfig
+from runner_api import SPEC_VERSION, Capability, ConfigError, ModelRunner, RunnerConfig, RunnerInfo
+from runner_api.config import DTYPES
 from runner_api.loader import call_factory, load_factory
 from runner_api.protocol import RunnerFactory
 
@@ -93,6 +94,7 @@ class _Check:
         self.info = built.describe()
         self.expectations, self.selection = expectations, selection
         self.results: Results | None = None
+        self.testers: Mapping[str, tuple[str, ...]] = {}
         self.report: dict[str, Any] = {
             "runner": self.info.line(), "layout": self.info.layout, "spec_version": SPEC_VERSION, "seed": args.seed,
             "against": args.against, "selection": None if selection is None else list(selection),
@@ -120,14 +122,19 @@ class _Check:
             return
         seeds = tuple(self.args.seed + n for n in range(3))
         layout = self.info.layout
-        found = evaluate(self.runner, seeds=seeds, oracle=self.oracle, layout=layout, selected=self.selection)
+        found = evaluate(
+            self.runner, seeds=seeds, oracle=self.oracle, layout=layout, selected=self.selection, info=self.info
+        )  # fmt: skip
         self.results = results = results_of(found, self.expectations)
+        self.testers = found.testers
+        silent = unjudged(self.info, results) if self.selection is None else []
+        declared = [f"declared and not judged: {', '.join(silent)}"] if silent else []
         self.report |= {
             "areas": results.areas(),
             "clauses": {clause_id: result.as_json() for clause_id, result in results.clauses.items()},
             "outcomes": {outcome.value: len(results.ids(outcome)) for outcome in Outcome},
             "errors": [{"where": x.where, "error": x.error} for x in results.errors],
-            "counts": dict(found.counts), "notes": list(results.notes), "faults": list(results.faults),
+            "counts": dict(found.counts), "notes": [*results.notes, *declared], "faults": list(results.faults),
         }  # fmt: skip
         if self.writer is not None:
             self.writer.results(results)
@@ -174,12 +181,14 @@ class _Check:
     def _corpus(self) -> None:
         if not self.args.corpus:
             return
-        from conformance.corpus import run_corpus
+        from conformance.corpus import ERROR, run_corpus
 
         for case in run_corpus(self.args.corpus, self.runner, self.oracle):
             entry = {"case": case.name, "clause": case.clause_id, "outcome": case.outcome, "first": case.first}
             self.report["corpus"].append(entry)
-            if not case.agrees and case.clause_id not in self._expected:
+            if case.outcome == ERROR:
+                self.report["faults"].append(f"case {case.name} of the corpus is no test: {case.first}")
+            elif not case.agrees and case.clause_id not in self._expected:
                 self.report["faults"].append(f"case {case.name} of the corpus diverges")
             self._write({"kind": "corpus", **entry})
 
@@ -200,6 +209,7 @@ class _Check:
         failed = [] if self.results is None else [c for c in self.results.ids(Outcome.FAIL) if c in WORLD_CLAUSES]
         if not self.report["faults"]:
             return []
+        self.report["notes"] += self._not_shrunk()
         sought: list[Collection[str] | None] = [(c,) for c in failed]
         if self.selection is None and not self._expected:
             sought.insert(0, None)  # whatever shows first; what is expected to fail would be found there
@@ -218,6 +228,16 @@ class _Check:
                 found.append(finding)
         return found
 
+    def _not_shrunk(self) -> list[str]:
+        """Failed clauses that worlds do not meet, by what has put them to the test; there is no plan to shrink."""
+        failed = [] if self.results is None else [c for c in self.results.ids(Outcome.FAIL) if c not in WORLD_CLAUSES]
+        by_tester: dict[str, list[str]] = {}
+        for clause_id in failed:
+            by_tester.setdefault(" or ".join(self.testers[clause_id]), []).append(clause_id)
+        return [
+            f"{', '.join(ids)}: shown by {tester} on its own plans, not shrunk" for tester, ids in by_tester.items()
+        ]
+
     def _save_corpus(self, found: Sequence[Finding]) -> None:
         from conformance.corpus import rare_cases, save_case
 
@@ -228,12 +248,27 @@ class _Check:
         if set(RECORDED) <= self.info.capabilities:
             rare = rare_cases(self.runner, self.args.seed, self.info.capabilities)
         for shape, case in rare.items():
-            save_case(folder, case, None, f"rare shape: {shape}", shape)
+            name = f"{self.info.layout}-{shape}".replace("_", "-")
+            save_case(folder, case, None, f"rare shape: {shape}", name)
         self.report["notes"].append(f"corpus: {len(found)} failing and {len(rare)} rare cases saved in {folder}")
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self.writer is not None:
             self.writer.line(line)
+
+
+def unjudged(info: RunnerInfo, results: Results) -> list[str]:
+    """Capabilities that the runner declares and that no clause required which came to a result.
+
+    Dtypes are no behaviour, and poison is a tool of the judge. Clauses of the dense layout require that layout.
+    """
+    quiet = (Outcome.SKIP, Outcome.UNTESTED)
+    judged = {Capability.POISON}
+    for result in results.clauses.values():
+        if result.outcome not in quiet:
+            judged |= result.clause.requires
+            judged |= {Capability.DENSE_LAYOUT} if result.clause.layout == "dense" else set()
+    return [c.value for c in Capability if c in info.capabilities - judged and c.value not in DTYPES]
 
 
 def _same_cell(a: Finding, b: Finding) -> bool:

@@ -99,7 +99,7 @@ def _lockstep(entry: dict[str, Any]) -> Iterator[str]:
 
 def _corpus(entries: list[dict[str, Any]]) -> Iterator[str]:
     if entries:
-        told = (f"{sum(e['outcome'] == o for e in entries)} {o}" for o in ("agree", "diverge", "skip"))
+        told = (f"{sum(e['outcome'] == o for e in entries)} {o}" for o in ("agree", "diverge", "skip", "error"))
         yield f"\ncorpus: {len(entries)} cases, {', '.join(told)}"
     yield from (f"{e['outcome']}: {e['case']}\n    {e['first']}" for e in entries if e["first"])
 

@@ -66,8 +66,9 @@ def compare_field(name: str, expected: StepRecord, got: StepRecord) -> FieldComp
 
     Elements that only one side has count as different. `block_tables` is compared per [group][request] on the rows
     and columns that `expected` holds, because a runner may already own blocks for tokens to come, and rows of padding
-    as far as both tables are wide; a group that only one side has counts as different. A field that `expected` lacks (None) has nothing to compare; one that `got` lacks
-    is different in every element. Raises `UnknownNameError` for a field without a comparison.
+    as far as both tables are wide; a group that only one side has counts as different. A field that `expected` lacks
+    (None) has nothing to compare; one that `got` lacks is different in every element. Raises `UnknownNameError` for a
+    field without a comparison.
     """
     if name not in COMPARABLE_FIELDS:
         raise UnknownNameError("field to compare", name, COMPARABLE_FIELDS, field="name")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from conformance.case import Case, run_case
+from conformance.case import Case, CaseError, run_case
 from conformance.clauses import clause
 from conformance.divergence import NotLegal, Sides
 from conformance.driver import KINDS, draw_size
@@ -27,7 +27,7 @@ from runner_api import Capability, ConfigError, RunnerConfig
 from runner_api.loader import call_factory, load_factory
 from runner_api.protocol import RunnerFactory
 
-AGREE, DIVERGE, SKIP = "agree", "diverge", "skip"
+AGREE, DIVERGE, SKIP, ERROR = "agree", "diverge", "skip", "error"
 # Worlds of each kind in which rare shapes are looked for, and stories that are told to make one smaller.
 WORLDS, ATTEMPTS = 3, 250
 
@@ -44,7 +44,7 @@ class SavedCase:
 
 @dataclass(frozen=True, slots=True)
 class CorpusResult:
-    """One case on one runner. first: what failed first, or why the case was skipped."""
+    """One case on one runner. first: what failed first, why the case was skipped, or what is wrong with the case."""
 
     name: str
     clause_id: str | None
@@ -54,7 +54,7 @@ class CorpusResult:
     @property
     def agrees(self) -> bool:
         """Nothing failed; a skipped case says in `first` what the runner does not offer."""
-        return self.outcome != DIVERGE
+        return self.outcome in (AGREE, SKIP)
 
 
 def save_case(folder: str | Path, case: Case, clause_id: str | None, note: str, name: str | None = None) -> Path:
@@ -117,6 +117,8 @@ def _run(
         return CorpusResult(saved.name, saved.clause_id, SKIP, f"not offered: {', '.join(missing)}")
     try:
         failure = run_case(saved.case, runner, oracle).failure
+    except CaseError as e:  # says nothing about the runner
+        return CorpusResult(saved.name, saved.clause_id, ERROR, str(e))
     except ConfigError as e:  # it drew other tokens than the plans go on with
         return CorpusResult(saved.name, saved.clause_id, DIVERGE, str(e))
     if failure is None:

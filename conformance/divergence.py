@@ -16,6 +16,7 @@ from conformance.clauses import clause
 from conformance.context import Mismatch
 from conformance.driver import WorldSize
 from conformance.evaluate import StepJudge, record_parts
+from conformance.foreign import PlanChanged
 from conformance.harness import build_runner
 from conformance.laws import LAWS
 from conformance.planned_step import PlannedStep
@@ -26,8 +27,10 @@ from runner_api import (
     ModelRunnerOutput,
     RunnerError,
     SamplingParams,
+    SchedulerOutput,
     StepRecord,
 )
+from runner_api.errors import safely
 from runner_api.protocol import RunnerFactory
 
 _BUILT = INTEGER_FIELDS[: INTEGER_FIELDS.index("num_sampled")]
@@ -143,9 +146,11 @@ def run_step(
     keep_blocks: as in `StepJudge.run_candidate`. observe: told the oracle's record before the laws are asked, which
     look at the requests as they are behind the step. tested: counts the clauses that were put to the test.
     """
-    error = trace = None
+    error = trace = changed = None
     try:
         judge.run_candidate(step, keep_blocks)
+    except PlanChanged as e:  # the step itself was run: what a law says of it comes first
+        changed = Failure(number, None, None, _say(e), traceback.format_exc())
     except Exception as e:
         error, trace = _say(e), traceback.format_exc()
     try:
@@ -174,22 +179,25 @@ def run_step(
     if first is None and sides.clauses is None:
         first = _other_tokens(judge, step)
     if first is None:
-        return None
+        return changed if sides.clauses is None else None
     output = judge.output_again if first.clause_id == "MR-ASYNC-001" else judge.output
     return Failure(number, first.clause_id or None, first, None, None, judge.record, judge.reference, output)
 
 
 def _say(e: Exception) -> str:
-    return f"{type(e).__name__}({str(e) or 'no text'})"
+    return f"{type(e).__name__}({safely(str, e) or 'no text'})"
 
 
 class OutputJudge(StepJudge):
     """For runners without a record: tokens are all that there is to see."""
 
-    def run_candidate(self, step: PlannedStep, keep_blocks: frozenset[int] | None, *, take_output: bool = True) -> None:
+    def _whole_step(
+        self, plan: SchedulerOutput, step: PlannedStep, keep_blocks: frozenset[int] | None, take_output: bool
+    ) -> None:
+        self.output = self.output_again = None
         if keep_blocks is not None and Capability.POISON in self.capabilities:
             self.candidate.poison_unused(keep_blocks=keep_blocks | step.blocks_read())
-        done = self.candidate.execute_model(step.plan, descriptor=step.descriptor)
+        done = self.candidate.execute_model(plan, descriptor=step.descriptor)
         if done is None:
             done = self.candidate.sample_tokens(step.grammar, forced=step.forced).get_output()
         self.output = self.output_again = done
@@ -198,11 +206,12 @@ class OutputJudge(StepJudge):
         return {}
 
     def _candidates_tokens(self, step: PlannedStep) -> ForcedStep | None:
-        if self.output is None or len(self.output.req_ids) != len(self.output.sampled_token_ids):
+        try:
+            given = {r: tuple(map(int, t)) for r, t in self.output.tokens().items()}
+        except Exception:  # an output that cannot be read has no outcome to follow
             return None
         rows, width = len(step.truth.order), 1 + self.size.config.num_speculative_tokens
         token_ids, num_sampled = np.zeros((rows, width), np.int64), np.zeros(rows, np.int32)
-        given = self.output.tokens()
         for i, req_id in enumerate(step.truth.order):
             tokens, due = given.get(req_id, ()), int(step.truth.requests[req_id].samples)
             if len(tokens) != due or not all(0 <= t < self.size.model.vocab_size for t in tokens):

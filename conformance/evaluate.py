@@ -24,6 +24,7 @@ from conformance.context import Mismatch, RowTracker, StepContext
 from conformance.dense_rows import TRACKED, DenseRowTracker
 from conformance.driver import GROUPS, KINDS, RandomDriver, WorldSize, draw_size
 from conformance.evaluation import Evaluation, EvaluationError
+from conformance.foreign import PlanChanged, must_be_unchanged, own_copy, staying
 from conformance.harness import build_runner
 from conformance.laws import LAWS, Law
 from conformance.laws_inputs import rows_follow_their_rules
@@ -44,8 +45,10 @@ from runner_api import (
     ModelRunnerOutput,
     RunnerConfig,
     RunnerInfo,
+    SchedulerOutput,
     StepRecord,
 )
+from runner_api.errors import safely
 from runner_api.loader import call_factory, load_factory, load_stages
 from runner_api.protocol import RunnerFactory
 
@@ -63,13 +66,14 @@ def evaluate(
     runner: str | RunnerFactory, *, seeds: Sequence[int] = (0, 1, 2), steps: int = 40,
     oracle: str | RunnerFactory = "cpu", probes_first: bool = False, enough: Callable[[Evaluation], bool] | None = None,
     layout: str | None = None, selected: Collection[str] | None = None, sought: Collection[str] = (),
+    info: RunnerInfo | None = None,
 ) -> Evaluation:  # fmt: skip
     """Judge `runner` on worlds of every kind it can run, `steps` steps of each kind and seed, and by every probe.
 
     enough: asked after each world and each probe whether to leave it at that; what was not tested by then makes
     no pass. layout: of the rows, on both sides; None: the one that the runner takes by itself. selected: ids of the
     clauses to judge by, at least one; None: all. Worlds and probes that speak of none of them are left out. sought:
-    ids of clauses whose probes are run before the others.
+    ids of clauses whose probes are run before the others. info: what the runner has said of itself; None: it is asked.
 
     A runner that runs no whole steps, or keeps no record of them, is judged by what it does offer; the other clauses
     are in `skipped`. Raises: ConfigError, UnknownNameError for what cannot be judged at all.
@@ -79,7 +83,7 @@ def evaluate(
             raise ConfigError("no clause is selected", field="selected", got=selected, expected="at least one id")
         selected = frozenset(clause(c).id for c in selected)
     runner = load_factory(runner) if layout is None else in_layout(runner, layout)
-    info = call_factory(runner, RunnerConfig(max_num_reqs=2)).describe()
+    info = info or call_factory(runner, RunnerConfig(max_num_reqs=2)).describe()
     oracle = in_layout(oracle, info.layout)
     bench = Bench(runner, info.capabilities)
     if info.layout == "dense":
@@ -120,9 +124,11 @@ def _probes(bench: Bench, result: Evaluation, sought: frozenset[str]) -> Iterato
         if clauses is not None and not any(map(result.asks, clauses)):
             continue
         try:
-            result.note(probe(bench), probe.__name__)
+            with staying():
+                found = probe(bench)
+            result.note(found, probe.__name__)
         except Exception as e:
-            error = EvaluationError(probe.__name__, repr(e), traceback.format_exc(), clauses or frozenset())
+            error = EvaluationError(probe.__name__, safely(repr, e), traceback.format_exc(), clauses or frozenset())
             result.errors.append(error)
         yield
 
@@ -142,9 +148,10 @@ def _begin(info: RunnerInfo, runner: RunnerFactory, selected: frozenset[str] | N
     if Capability.STAGES not in info.capabilities:
         return result
     try:
-        offered = load_stages(runner).stages.keys()
+        with staying():
+            offered = load_stages(runner).stages.keys()
     except Exception as e:  # foreign code; without a list no clause about stages can be tested
-        result.errors.append(EvaluationError("the list of stages", repr(e), traceback.format_exc()))
+        result.errors.append(EvaluationError("the list of stages", safely(repr, e), traceback.format_exc()))
         return result
     result.unjudged_stages = tuple(sorted(offered - stages_judged()))
     for c in clauses:
@@ -178,10 +185,11 @@ def _run_world(
     size = draw_size(kind, random, parts, offered, result.info.layout)
     where = f"world {kind}"
     errors = len(result.errors)
+    changed: EvaluationError | None = None
     try:
         candidate, kv_cache_config = build_runner(runner, size.model, size.config, size.num_blocks)
     except Exception as e:
-        result.errors.append(EvaluationError(where, repr(e), traceback.format_exc()))
+        result.errors.append(EvaluationError(where, safely(repr, e), traceback.format_exc()))
         return True
     oracle_config = replace(size.config, record=size.config.record - {"kv"})
     reference, _ = build_runner(oracle, size.model, oracle_config, size.num_blocks)
@@ -193,19 +201,27 @@ def _run_world(
         step = driver.next_step(world)
         try:
             judge.run_candidate(step, world.kept_blocks() if poison else None)
+        except PlanChanged as e:  # the step itself was run, on a plan of its own: laws may say more
+            changed = changed or EvaluationError(f"{where}, step {number}", str(e), traceback.format_exc())
         except Exception as e:
-            result.errors.append(EvaluationError(f"{where}, step {number}", repr(e), traceback.format_exc()))
+            result.errors.append(EvaluationError(f"{where}, step {number}", safely(repr, e), traceback.format_exc()))
             break
         finally:
             judge.run_oracle(step)
             judge.observe(world, step)
         try:
-            result.note(judge.laws(step))
+            with staying():  # a record may run code of its own when it is read
+                found = judge.laws(step)
+            result.note(found)
         except Exception as e:  # a record that no law can read
-            result.errors.append(EvaluationError(f"{where}, record of step {number}", repr(e), traceback.format_exc()))
+            result.errors.append(
+                EvaluationError(f"{where}, record of step {number}", safely(repr, e), traceback.format_exc())
+            )
             break
     result.counts += world.counts
-    return len(result.errors) == errors
+    passed = len(result.errors) == errors
+    result.errors += [changed] if changed else []
+    return passed
 
 
 def row_tracker(config: RunnerConfig) -> RowTracker | DenseRowTracker:
@@ -236,16 +252,29 @@ class StepJudge:
 
         take_output False: the output stays on its way, in `handle`; the laws are shown what the record says was taken,
         and who takes the output later compares it with that.
+
+        Raises what the candidate raises, LeftTheProgram and PlanChanged.
         """
         self.record = self.handle = None
+        plan = own_copy(step.plan)
+        with staying():
+            self._whole_step(plan, step, keep_blocks, take_output)
+        must_be_unchanged(plan, step.plan)
+
+    def _whole_step(
+        self, plan: SchedulerOutput, step: PlannedStep, keep_blocks: frozenset[int] | None, take_output: bool
+    ) -> None:
         if keep_blocks is not None and Capability.POISON in self.capabilities:
             self.candidate.poison_unused(keep_blocks=keep_blocks | step.blocks_read())
-        done = self.candidate.execute_model(step.plan, descriptor=step.descriptor)
+        done = self.candidate.execute_model(plan, descriptor=step.descriptor)
         self.output = self.output_again = None
         if done is None:
             self.handle = self.candidate.sample_tokens(step.grammar, forced=self._in_candidates_order(step))
             if take_output:
-                self.output, self.output_again = self.handle.get_output(), self.handle.get_output()
+                self.output = self.handle.get_output()
+                again = self.handle.get_output()
+                # None is an answer here, and the wrong one; `output_again` None means that nobody asked.
+                self.output_again = EMPTY_MODEL_RUNNER_OUTPUT if again is None else again
         else:
             self.output = done
         self.record = self.candidate.last_step()
@@ -313,11 +342,11 @@ class StepJudge:
 
     def _candidates_tokens(self, step: PlannedStep) -> ForcedStep | None:
         """The candidate's outcome in true batch order; None where a right runner could not have drawn it."""
-        if self.record is None or len(self.record.num_sampled) != len(self.record.req_ids):
-            return None
         try:
+            if self.record is None or len(self.record.num_sampled) != len(self.record.req_ids):
+                return None
             taken = self.record.tokens()
-        except (IndexError, TypeError, ValueError):  # a record that cannot be read has no outcome to follow
+        except Exception:  # a record that cannot be read has no outcome to follow
             return None
         width = 1 + self.size.config.num_speculative_tokens
         token_ids = np.zeros((len(step.truth.order), width), np.int64)

@@ -8,14 +8,15 @@ Here: the registry, and the laws about batch and output. `laws_inputs`, `laws_me
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from conformance.context import MOST_MISMATCHES, Mismatch, StepContext
-from runner_api import EMPTY_MODEL_RUNNER_OUTPUT
-from runner_api.record_check import INTEGER_ARRAYS, field_fault
+from runner_api import EMPTY_MODEL_RUNNER_OUTPUT, Capability, ModelRunnerOutput
+from runner_api.record_check import INTEGER_ARRAYS, field_fault, is_integer
 
 Found = list[Mismatch] | None
 LawFunction = Callable[[StepContext], Found]
@@ -73,6 +74,7 @@ def arrays_have_their_shapes(c: StepContext) -> Found:
         if not isinstance(value, np.ndarray) or value.shape != shape or value.dtype != dtype:
             got = f"{getattr(value, 'dtype', type(value).__name__)}{list(np.shape(value))}"
             found.append(Mismatch("MR-BATCH-005", name, None, (), got, f"{dtype}{list(shape)}"))
+    found += _unreadable(c)
     fault = field_fault(c.record, "block_tables")
     if fault is not None:
         return [*found, Mismatch("MR-BATCH-005", "block_tables", None, (), fault, "int32 rows by group")]
@@ -83,6 +85,25 @@ def arrays_have_their_shapes(c: StepContext) -> Found:
     rows = [len(table) for table in c.record.block_tables]
     if rows != [rp] * c.num_groups:
         found.append(Mismatch("MR-BATCH-005", "block_tables", None, (), rows, [rp] * c.num_groups))
+    return found
+
+
+def _unreadable(c: StepContext) -> list[Mismatch]:
+    """Fields whose kind is not theirs, and parts that were asked for and are not there."""
+    kinds = {"req_ids": "tuple", "faults": f"int32[{c.num_reqs}]", "kv": "dict", "descriptor": "BatchDescriptor"}
+    faults = {name: field_fault(c.record, name) for name in kinds}
+    found = [
+        Mismatch("MR-BATCH-005", name, None, (), fault.partition(",")[0], kinds[name])
+        for name, fault in faults.items()
+        if fault is not None
+    ]
+    asked = c.config.record
+    if "logits" in asked and Capability.RECORD_LOGITS in c.capabilities and c.record.logits is None:
+        found.append(Mismatch("MR-BATCH-005", "logits", None, (), None, "float[L, V], as asked"))
+    if "kv" in asked and Capability.RECORD_KV in c.capabilities and faults["kv"] is None:
+        absent = next((r for r in c.record.req_ids if r not in c.record.kv), None)
+        if absent is not None:
+            found.append(Mismatch("MR-BATCH-005", "kv", absent, (), None, "int64[G, seq_len, 2], as asked"))
     return found
 
 
@@ -127,18 +148,38 @@ def _order_keys(c: StepContext) -> list[tuple[bool, bool, int]]:
 
 @law("MR-OUT-001")
 def output_names_the_batch(c: StepContext) -> Found:
-    got = tuple(c.output.req_ids)
-    return [] if got == c.record.req_ids else [Mismatch("MR-OUT-001", "req_ids", None, (), got, c.record.req_ids)]
+    got, wanted = tuple(c.output.req_ids), tuple(c.record.req_ids)
+    return [] if got == wanted else [Mismatch("MR-OUT-001", "req_ids", None, (), got, wanted)]
 
 
 @law("MR-OUT-002")
 def output_gives_the_tokens_taken(c: StepContext) -> Found:
-    taken, given = c.record.tokens(), dict(zip(c.output.req_ids, c.output.sampled_token_ids, strict=False))
-    return [
+    """A row without a winner gives its request an error and no tokens; nobody else has one."""
+    failed = _failed(c)
+    taken = c.record.tokens() | dict.fromkeys(failed, ())
+    given = dict(zip(c.output.req_ids, c.output.sampled_token_ids, strict=False))
+    found = [
         Mismatch("MR-OUT-002", "sampled_token_ids", r, (i,), given.get(r), taken[r])
         for i, r in enumerate(c.record.req_ids)
-        if r in given and tuple(given[r]) != taken[r]
-    ][:MOST_MISMATCHES]
+        if r in given and not (_are_tokens(given[r]) and tuple(given[r]) == taken[r])
+    ]
+    errors = c.output.errors
+    if not isinstance(errors, Mapping) or dict(errors) != failed:
+        got = dict(errors) if isinstance(errors, Mapping) else errors
+        found.append(Mismatch("MR-OUT-002", "errors", None, (), got, failed))
+    return found[:MOST_MISMATCHES]
+
+
+def _failed(c: StepContext) -> dict[str, int]:
+    """Requests that were due a token and had no winner, by the candidate's own record."""
+    if Capability.SAMPLE_FAULTS not in c.capabilities:
+        return {}
+    rows = zip(c.record.req_ids, c.record.num_sampled.tolist(), c.record.faults.tolist(), strict=False)
+    return {req_id: fault for req_id, n, fault in rows if n and fault}
+
+
+def _are_tokens(row: Any) -> bool:
+    return isinstance(row, (tuple, list)) and all(map(is_integer, row))
 
 
 @law("MR-OUT-003", needs_batch=False)
@@ -154,5 +195,11 @@ def no_tokens_no_output(c: StepContext) -> Found:
 def output_is_the_same_twice(c: StepContext) -> Found:
     if c.output_again is None:
         return None
-    first, again = c.output.tokens(), c.output_again.tokens()
+    first, again = _given(c.output), _given(c.output_again)
     return [] if first == again else [Mismatch("MR-ASYNC-001", "sampled_token_ids", None, (), again, first)]
+
+
+def _given(output: ModelRunnerOutput) -> dict[str, Any]:
+    """Its tokens as plain tuples; what is no row stays what it is."""
+    kinds = (tuple, list, np.ndarray)
+    return {r: tuple(row) if isinstance(row, kinds) else row for r, row in output.tokens().items()}

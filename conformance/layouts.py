@@ -45,8 +45,9 @@ class InLayout:
 
 
 def in_layout(runner: str | RunnerFactory, layout: str) -> InLayout:
-    """The same runner, whose layout is this one. Raises when it is called, if the runner does not offer it."""
-    return InLayout(load_factory(runner), layout)
+    """The same runner, whose layout is this one, whatever layout it had before. Raises when it is called, if the runner
+    does not offer it."""
+    return InLayout(load_factory(bare(runner)), layout)
 
 
 def bare(runner: str | RunnerFactory) -> str | RunnerFactory:

@@ -24,6 +24,7 @@ from conformance.certificates import (
     near_ties_text,
 )
 from conformance.comparison import Difference, compare_arrays, compare_field
+from conformance.foreign import must_be_unchanged, own_copy, staying
 from conformance.replay_layout import resumed_as_new
 from conformance.report import batch_table
 from runner_api import (
@@ -39,6 +40,7 @@ from runner_api import (
     SchedulerOutput,
     StepRecord,
 )
+from runner_api.errors import safely
 from runner_api.record_check import readable
 
 AGREE, DIVERGE = "AGREE", "DIVERGE"
@@ -176,7 +178,7 @@ class Lockstep:
         try:
             given, handle = _run(self.candidate, plan, descriptor, forced, grammar)
         except Exception as e:  # a crash on a legal plan is a divergence, and the report must say where
-            error = Difference("execute_model", (), None, None, "a step", f"{type(e).__name__}: {e}")
+            error = Difference("execute_model", (), None, None, "a step", f"{type(e).__name__}: {safely(str, e)}")
             self.result.first = Divergence(number, error, "")
             return None
         self._take_late_output()
@@ -370,11 +372,14 @@ class Lockstep:
         failed = {r for r, fault in zip(record.req_ids, record.faults, strict=False) if fault}
         taken = {r: () if r in failed else tokens for r, tokens in record.tokens().items()}
         try:
-            output = handle.get_output()
+            with staying():
+                output = handle.get_output()
             given = {r: tuple(t) for r, t in zip(output.req_ids, output.sampled_token_ids, strict=True)}
             right = tuple(output.req_ids) == record.req_ids and given == taken
         except Exception as e:  # the candidate's own code and whatever it returned
-            error = Difference("sampled_token_ids", (), None, None, "an output", f"{type(e).__name__}: {e}")
+            error = Difference(
+                "sampled_token_ids", (), None, None, "an output", f"{type(e).__name__}: {safely(str, e)}"
+            )
             self.result.first = Divergence(number, error, batch_table(record, error))
             return
         if not right:
@@ -394,8 +399,12 @@ def _run(
     forced: ForcedStep | None,
     grammar: GrammarOutput | None,
 ) -> tuple[Any, Any]:
-    """(record, output on its way), as the runner gives them."""
+    """(record, output on its way), as the runner gives them. Raises what it raises, LeftTheProgram and PlanChanged."""
     handle: Any = None
-    if runner.execute_model(plan, descriptor=descriptor) is None:
-        handle = runner.sample_tokens(grammar, forced=forced)
-    return runner.last_step(), handle
+    given = own_copy(plan)
+    with staying():
+        if runner.execute_model(given, descriptor=descriptor) is None:
+            handle = runner.sample_tokens(grammar, forced=forced)
+        record = runner.last_step()
+    must_be_unchanged(given, plan)
+    return record, handle

@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 
+from conformance.comparison import Difference
 from conformance.dense import DenseLlama, DenseLogits
 from conformance.driver import KINDS, RandomDriver, draw_size
 from conformance.evaluate import can_run
 from conformance.harness import build_runner
-from conformance.lockstep import Lockstep, LockstepResult, TokenPolicy
+from conformance.lockstep import Divergence, Lockstep, LockstepResult, TokenPolicy
 from conformance.world import PlanWorld
 from runner_api import Capability, RunnerConfig
+from runner_api.errors import safely
 from runner_api.loader import call_factory
 from runner_api.protocol import RunnerFactory
 
@@ -31,15 +33,21 @@ def lockstep_on_worlds(
     lag None: alternate between taking outputs at once and a step late, where the runner offers it. The oracle records
     its logits, which are the candidate's too, so that a token may be a near tie by its certificate.
     """
-    info = call_factory(runner, RunnerConfig(max_num_reqs=2)).describe()
+    total, number = LockstepResult(), 0
+    try:
+        info = call_factory(runner, RunnerConfig(max_num_reqs=2)).describe()
+    except Exception as e:
+        return _not_built(total, e)
     offered = info.capabilities
     kinds = [k for k in KINDS if can_run(k, offered)]
-    total, number = LockstepResult(), 0
     while total.steps < steps and total.first is None:
         random = np.random.default_rng([seed, 1000 + number])
         late = number % 2 if Capability.ASYNC_OUTPUT in offered else 0
         size = draw_size(kinds[number % len(kinds)], random, offered=offered, layout=info.layout)
-        candidate, cache = build_runner(runner, size.model, size.config, size.num_blocks)
+        try:
+            candidate, cache = build_runner(runner, size.model, size.config, size.num_blocks)
+        except Exception as e:
+            return _not_built(total, e)
         with_logits = replace(size.config, record=frozenset({"logits"}))
         reference, _ = build_runner(oracle, size.model, with_logits, size.num_blocks)
         world = PlanWorld(size.config, cache, size.model.vocab_size)
@@ -48,6 +56,13 @@ def lockstep_on_worlds(
         _drive(lockstep, world, RandomDriver(random, offered), min(STEPS_PER_WORLD, steps - total.steps))
         number += 1
     return total
+
+
+def _not_built(result: LockstepResult, e: Exception) -> LockstepResult:
+    """The candidate came through the smoke test, and is asked for sizes that it must have: it fails, nobody misuses."""
+    error = Difference("factory", (), None, None, "a runner", f"{type(e).__name__}: {safely(str, e)}")
+    result.first = Divergence(result.steps, error, "")
+    return result
 
 
 def lockstep_on_model(

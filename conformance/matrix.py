@@ -23,7 +23,8 @@ def run_report(args: argparse.Namespace) -> int:
         print(json.dumps(badge(reports[0]), ensure_ascii=False))
         return 0
     rows = matrix(reports)
-    print(markdown_table(rows) if args.format == "markdown" else plain_table(rows))
+    told = markdown_table(rows) if args.format == "markdown" else plain_table([[*map(_one_line, row)] for row in rows])
+    print(told)
     print()
     for number, report in enumerate(reports):
         print(("- " if args.format == "markdown" else "") + _legend(_name(reports, number), report))
@@ -52,9 +53,14 @@ def matrix(reports: Sequence[ReportFile]) -> list[list[str]]:
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    lines = ["| " + " | ".join(_one_line(cell).replace("|", "\\|") for cell in row) + " |" for row in rows]
     lines.insert(1, "|" + " --- |" * len(rows[0]))
     return "\n".join(lines)
+
+
+def _one_line(text: str) -> str:
+    """What a runner says of itself may hold line breaks, which would end a row of the table."""
+    return " ".join(text.split())
 
 
 def badge(report: ReportFile) -> dict[str, Any]:
@@ -108,7 +114,7 @@ def _name(reports: Sequence[ReportFile], number: int) -> str:
 def _legend(name: str, report: ReportFile) -> str:
     h = report.header
     only = "" if h["selection"] is None else f", {len(h['selection'])} clauses selected"
-    return (
+    return _one_line(
         f"{name}: {h['class']} {h['version']} on {h['device']}, {h['dtype']}, layout {h['layout']}, "
         f"noise {h['noise']}, seed {h['seed']}, against {h['oracle']}, spec {h['spec_version']}{only}"
     )

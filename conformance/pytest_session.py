@@ -60,7 +60,9 @@ class RunnerSession:
         self.must_be_alive()
         selected = None if not self.selection or self.selection >= load_clauses().keys() else self.selection
         seeds = tuple(self.seed + n for n in range(SEEDS))
-        found = evaluate(self.factory, seeds=seeds, oracle=self.oracle, layout=self.info.layout, selected=selected)
+        found = evaluate(
+            self.factory, seeds=seeds, oracle=self.oracle, layout=self.info.layout, selected=selected, info=self.info
+        )  # fmt: skip
         results = results_of(found, self.expectations)
         if self.writer is not None:
             self.writer.results(results)

@@ -22,6 +22,18 @@ from runner_api import SPEC_VERSION, ConfigError, ModelRunner
 
 SCHEMA = 1
 KINDS = ("header", "clause", "error", "lockstep", "corpus", "finding", "footer")
+# What is read of a report again, by kind of line: fields and their types.
+_TEXT, _MAYBE = (str,), (str, type(None))
+READ: dict[str, dict[str, tuple[type, ...]]] = {
+    "header": {
+        **dict.fromkeys(
+            ("runner", "class", "version", "device", "dtype", "noise", "layout", "spec_version", "oracle"), _TEXT
+        ),
+        "seed": (int,), "selection": (list, type(None)),
+    },
+    "clause": {"id": _TEXT, "level": _TEXT, "area": _TEXT, "outcome": _TEXT, "layout": _MAYBE},
+    "footer": {"counts": (dict,), "verdict": _TEXT},
+}  # fmt: skip
 
 
 def header_of(
@@ -62,7 +74,7 @@ class ReportWriter:
 
     def line(self, content: Mapping[str, Any]) -> None:
         """One line, on disk at once."""
-        self._file.write(json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n")
+        self._file.write(json.dumps(content, allow_nan=False) + "\n")
         self._file.flush()
 
     def results(self, results: Results) -> None:
@@ -111,8 +123,8 @@ def read_report(path: str | Path) -> ReportFile:
 
     try:
         text = Path(path).read_text(encoding="utf-8")
-        lines = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except (OSError, ValueError) as e:
+        lines = [json.loads(line) for line in text.split("\n") if line.strip()]
+    except (OSError, ValueError, RecursionError) as e:
         raise refuse(f"no report: {e}") from e
     kinds = [line.get("kind") if isinstance(line, dict) else None for line in lines]
     if not lines or kinds[0] != "header" or lines[0].get("schema") != SCHEMA:
@@ -126,6 +138,12 @@ def read_report(path: str | Path) -> ReportFile:
         raise refuse(
             "lines that do not belong there", got=unknown or "several headers or footers", expected="one of each"
         )
+    for number, line in enumerate(lines, 1):
+        for name, types in READ.get(line["kind"], {}).items():
+            if not isinstance(line.get(name), types) or (name not in line):
+                expected = " or ".join("null" if t is type(None) else t.__name__ for t in types)
+                got = {"got": line[name]} if name in line else {}
+                raise refuse(f"line {number} ({line['kind']}): {name} is missing or odd", expected=expected, **got)
     clauses = {line["id"]: line for line in lines if line["kind"] == "clause"}
     counts = {o.value: sum(c["outcome"] == o.value for c in clauses.values()) for o in Outcome}
     if lines[-1]["counts"] != counts or kinds.count("clause") != len(clauses):

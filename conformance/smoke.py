@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from conformance.foreign import RAISED
 from conformance.harness import build_runner
 from conformance.stage_cases import draw_cases
 from runner_api import (
@@ -23,6 +24,7 @@ from runner_api import (
     WitnessGroup,
     load_stages,
 )
+from runner_api.errors import safely
 from runner_api.loader import call_factory
 from runner_api.protocol import RunnerFactory
 
@@ -33,8 +35,8 @@ def smoke(runner: str | RunnerFactory) -> str | None:
     """None if the runner comes through; otherwise what went wrong in which step."""
     try:
         offered = call_factory(runner, RunnerConfig(max_num_reqs=2)).describe().capabilities
-    except Exception as e:
-        return f"build the runner: {type(e).__name__}: {e}"
+    except RAISED as e:
+        return f"build the runner: {type(e).__name__}: {safely(str, e)}"
     if Capability.GENERATE in offered:
         return _whole_steps(runner, offered)
     if Capability.STAGES in offered:
@@ -68,8 +70,8 @@ def _whole_steps(runner: str | RunnerFactory, offered: frozenset[Capability]) ->
             return f"{stage}: got {output!r}, expected an output without requests"
         stage = "shut down"
         built.shutdown()
-    except Exception as e:
-        return f"{stage}: {type(e).__name__}: {e}"
+    except RAISED as e:
+        return f"{stage}: {type(e).__name__}: {safely(str, e)}"
     return None
 
 
@@ -90,8 +92,8 @@ def _first_stage(runner: str | RunnerFactory) -> str | None:
         for name in {region[1] for region in case.regions}:
             if _shape(got.get(name)) != _shape(case.arrays[name]):
                 return f"{stage}: {name} came back as {_shape(got.get(name))}, expected {_shape(case.arrays[name])}"
-    except Exception as e:
-        return f"{stage}: {type(e).__name__}: {e}"
+    except RAISED as e:
+        return f"{stage}: {type(e).__name__}: {safely(str, e)}"
     return None
 
 

@@ -40,22 +40,23 @@ def step(plan, descriptor=None, grammar=None, forced=None):
 def write_snippet(case: Case, runner: str, cell: Cell | None, title: str) -> str:
     """Python text that passes on a right runner and raises AssertionError, with both values, on the one at fault.
 
-    runner: as `load_runner` takes it. cell None: nothing is asserted; where the runner raises on a legal plan, so does
-    the text. title: what is wrong, in one line.
+    runner: as `load_runner` takes it. cell None: nothing is asserted; where the runner raises on a legal plan, or gives
+    what cannot be read, so does the text. title: what is wrong, in one line.
     """
     names: set[str] = {"load_runner", "group_kv_cache_specs"}
     parts = [
         f"runner = {_call('load_runner', [_text(runner), literal(case.config, names)])}",
         f"runner.load_model({literal(case.model, names)})",
         f"runner.initialize_kv_cache(group_kv_cache_specs(runner.get_kv_cache_specs(), {case.num_blocks}))",
-        _TWICE if cell is not None and cell.twice else _STEP,
+        _TWICE if cell is None or cell.twice else _STEP,
     ]
     parts += [_step(step, number, names) for number, step in enumerate(case.steps)]
-    parts += _assertion(cell, title.split(maxsplit=1)[0] if title.startswith("MR-") else "tokens")
+    parts += _readings(names) if cell is None else _assertion(cell, title)
     body = "\n".join(parts)
+    check = "\nfrom runner_api.record_check import check_own_record" if "check_own_record(" in body else ""
     numpy = "import numpy as np\n\n" if "np." in body else ""
     head = title.replace("\\", "/").replace('"', "'")
-    return f'"""{head}"""\n\n{numpy}{_imports(names)}\n\n{body}\n'
+    return f'"""{head}"""\n\n{numpy}{_imports(names)}{check}\n\n{body}\n'
 
 
 def _imports(names: set[str]) -> str:
@@ -80,9 +81,19 @@ def _step(step: CaseStep, number: int, names: set[str]) -> str:
     return "\n".join(lines)
 
 
-def _assertion(cell: Cell | None, clause_id: str) -> list[str]:
-    if cell is None:
-        return ["", "# The last step is the one that goes wrong; no single value of the record shows it."]
+def _readings(names: set[str]) -> list[str]:
+    names.add("Capability")
+    return [
+        "",
+        "# The last step is the one that goes wrong; no single value of the record shows it.",
+        "output.tokens()",
+        "if Capability.STEP_RECORD in runner.describe().capabilities:",
+        '    check_own_record(runner.last_step(), "record")',
+    ]
+
+
+def _assertion(cell: Cell, title: str) -> list[str]:
+    clause_id = title.split(maxsplit=1)[0] if title.startswith("MR-") else "tokens"
     owner = "" if cell.req_id is None else f" of request {cell.req_id!r}"
     lines = ["record = runner.last_step()"] if "record." in cell.expression else []
     what = f"{clause_id} {cell.expression}{owner}".replace("{", "{{").replace("}", "}}")

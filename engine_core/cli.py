@@ -9,6 +9,7 @@ this program itself, 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 
 import runner_api
 from runner_api import RunnerError
+from runner_api.errors import safely
 
 ENTRY_POINT_GROUP = "modelrunner.commands"
 EXIT_OK, EXIT_DIVERGED, EXIT_MISUSE, EXIT_BROKEN, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
@@ -64,6 +66,9 @@ def _refuse(text: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit code instead of leaving the interpreter."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what a terminal cannot show is written as an escape
+            stream.reconfigure(errors="backslashreplace")
     parser = build_parser()
     try:
         args, unknown = parser.parse_known_args(argv)
@@ -85,10 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (`head`, say) has left. Point stdout elsewhere, or the interpreter complains at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
-    except Exception as e:
-        # Never 1, which says that a runner was judged and found wrong.
+    except BaseException as e:
+        # Never 1, which says that a runner was judged and found wrong, nor the code of a runner that wants to leave.
         log.debug("unexpected", exc_info=e)
-        text = " ".join(f"{type(e).__name__}: {e}".split())
+        text = " ".join(f"{type(e).__name__}: {safely(str, e)}".split())
         hint = "Please report it, with what `--log-level debug` in front of the command shows"
         print(f"error: not foreseen: {text}. {hint}", file=sys.stderr)
         return EXIT_BROKEN

@@ -6,7 +6,7 @@ One tree, rooted in `RunnerError`, so that a caller (or a fuzzer) can tell a ref
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 _UNSET = object()
@@ -128,6 +128,14 @@ class LogitsProcessorError(RunnerError):
     default_code = "MR-ERR-013"
 
 
+def safely(show: Callable[[Any], str], value: Any) -> str:
+    """`show(value)`, `repr` or `str`; where that raises, as foreign code may, its type and that it has no text."""
+    try:
+        return show(value)
+    except Exception:
+        return f"<{type(value).__name__} without a text>"
+
+
 def _short(value: Any, limit: int = 120) -> str:
-    text = repr(value)
+    text = safely(repr, value)
     return text if len(text) <= limit else text[: limit - 1] + "…"

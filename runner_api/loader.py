@@ -24,9 +24,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from runner_api.capabilities import Capability
 from runner_api.config import RunnerConfig
 from runner_api.environment import check_environment
-from runner_api.errors import CapabilityError, ConfigError, RunnerError, UnknownNameError
+from runner_api.errors import CapabilityError, ConfigError, RunnerError, UnknownNameError, safely
 from runner_api.protocol import ModelRunner, RunnerFactory, RunnerInfo
 from runner_api.selection import LayoutDecision, offered_layouts, resolve_layout
 from runner_api.stages import StageSet
@@ -37,6 +38,8 @@ PROTOCOL_METHODS = (
     "describe", "load_model", "get_kv_cache_specs", "initialize_kv_cache", "execute_model", "sample_tokens", "shutdown",
 )  # fmt: skip
 PROCESS = "process:"
+# What foreign code may raise: also its wish to end the program, which is ours.
+FOREIGN = (Exception, SystemExit, GeneratorExit)
 log = logging.getLogger("modelrunner")
 
 
@@ -80,9 +83,9 @@ def load_object(target: str, what: str, field: str, hint: str = "Correct the pat
         found: Any = _import_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except Exception as e:  # importing runs foreign code
+    except FOREIGN as e:  # importing runs foreign code
         raise ConfigError(
-            f"{what} cannot be imported from {target!r}: {type(e).__name__}: {e}", field=field, hint=hint
+            f"{what} cannot be imported from {target!r}: {type(e).__name__}: {safely(str, e)}", field=field, hint=hint
         ) from e
     return found
 
@@ -123,26 +126,55 @@ def call_factory(name: str | RunnerFactory, config: RunnerConfig) -> ModelRunner
         info = runner.describe() if hasattr(runner, "describe") else None
     except RunnerError:
         raise
-    except Exception as e:  # foreign code
+    except FOREIGN as e:  # foreign code
         raise ConfigError(
-            f"runner {name!r} cannot be built: {type(e).__name__}: {e}", field="runner",
+            f"runner {_label(name)!r} cannot be built: {type(e).__name__}: {safely(str, e)}", field="runner",
             hint="Its factory raised this; --log-level debug shows where",
         ) from e  # fmt: skip
     missing = [method for method in PROTOCOL_METHODS if not callable(getattr(runner, method, None))]
     if missing or not isinstance(info, RunnerInfo):
         raise ConfigError(
-            f"the factory of {name!r} gave no ModelRunner", field="runner", got=runner,
+            f"the factory of {_label(name)!r} gave no ModelRunner", field="runner", got=runner,
             expected=f"methods {', '.join(missing)}" if missing else "describe() to return a RunnerInfo",
         )  # fmt: skip
+    _check_info(info)
     built_layout(config, info)
     return runner
+
+
+def _check_info(info: RunnerInfo) -> None:
+    """What logs and reports are made of. Raises ConfigError that names the field."""
+    for name in ("name", "class_path", "version", "device", "dtype", "layout", "noise"):
+        if not isinstance(value := getattr(info, name), str):
+            raise ConfigError(
+                "the runner describes itself wrongly", field=f"RunnerInfo.{name}", got=value, expected="str"
+            )
+    capabilities, notes = info.capabilities, info.notes
+    if not isinstance(capabilities, frozenset) or not all(isinstance(c, Capability) for c in capabilities):
+        raise ConfigError(
+            "the runner describes itself wrongly", field="RunnerInfo.capabilities", got=capabilities,
+            expected="a frozenset of Capability",
+        )  # fmt: skip
+    if not isinstance(notes, tuple) or not all(isinstance(note, str) for note in notes):
+        raise ConfigError(
+            "the runner describes itself wrongly", field="RunnerInfo.notes", got=notes, expected="a tuple of str"
+        )
+
+
+def _label(name: str | RunnerFactory) -> str:
+    """A runner as the user may have named it: `module:factory` for a factory."""
+    if isinstance(name, str):
+        return name
+    if hasattr(name, "__qualname__"):
+        return f"{name.__module__}:{name.__qualname__}"
+    inner = getattr(name, "runner", None)  # of a factory that gives another one's runners a layout
+    return _label(inner) if inner is not None else repr(name)
 
 
 def decide_layout(name: str | RunnerFactory, config: RunnerConfig) -> LayoutDecision:
     """Which layout the runner of this name takes, and why; the runner is not built. Raises what building it would."""
     factory = load_factory(name)
-    label = name if isinstance(name, str) else getattr(name, "__qualname__", type(name).__qualname__)
-    return resolve_layout(label, config, offered_layouts(factory))
+    return resolve_layout(_label(name), config, offered_layouts(factory))
 
 
 def built_layout(config: RunnerConfig, info: RunnerInfo) -> LayoutDecision:
@@ -199,5 +231,8 @@ def load_stages(name: str | RunnerFactory) -> StageSet:
     """The stages of a runner, to be run one at a time."""
     stages = getattr(load_factory(name), "stages", None)
     if stages is None:
-        raise CapabilityError(f"runner {name!r} offers no stages", hint="Give its factory an attribute `stages`")
+        raise CapabilityError(
+            f"runner {_label(name)!r} offers no stages",
+            hint="Give its factory an attribute `stages`, or leave the capability stages out of describe()",
+        )
     return stages()

@@ -68,6 +68,7 @@ class ProcessFactory:
     def __call__(self, config: RunnerConfig) -> ProcessRunner:
         told, process = to_json(config), self.process()
         self._shut_down_abandoned(process)
+        process = self.process()  # another one, if the program has ended meanwhile
         number = ask(process, "build", Built, config=told).runner
         runner = ProcessRunner(config, process, number)
         weakref.finalize(runner, self._abandoned.append, (process, number)).atexit = False
@@ -112,11 +113,15 @@ class ProcessFactory:
             self._process.close()
 
     def _shut_down_abandoned(self, process: JsonProcess) -> None:
-        """Runners that nobody holds any more, so that a long judgement does not fill the program's memory."""
+        """Runners that nobody holds any more, so that a long judgement does not fill the program's memory.
+
+        A program that fails in this has failed a runner that is gone: the next one is not to blame.
+        """
         while self._abandoned:
             owner, number = self._abandoned.pop()
-            if owner is process:
-                ask(process, "shutdown", type(None), runner=number)
+            if owner is process and process.alive:
+                with contextlib.suppress(RunnerError):
+                    ask(process, "shutdown", type(None), runner=number)
 
     def _stages(self) -> StageSet:
         listed = ask(self.process(), "stages", ListedStages)

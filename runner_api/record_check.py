@@ -65,8 +65,10 @@ def field_fault(record: StepRecord, name: str) -> str | None:
     if name == "block_tables":
         return None if _is_tables(value) else f"{_kind(value)}, expected tuples of integer rows by group"
     if name in _SIZES:
-        ok = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-        return None if ok else f"{_kind(value)}, expected an integer"
+        return None if is_integer(value) else f"{_kind(value)}, expected an integer"
+    if name == "descriptor":
+        ok = value is None or isinstance(value, BatchDescriptor)
+        return None if ok else f"{_kind(value)}, expected a BatchDescriptor or None"
     if name in ("kv", "intermediates"):
         ok = isinstance(value, dict) and all(isinstance(v, np.ndarray) for v in value.values())
         return None if ok else f"{_kind(value)}, expected arrays by name"
@@ -99,15 +101,17 @@ def check_own_record(record: Any, where: str) -> None:
             check_types(record.plan)
         except PlanError as e:
             faults["plan"] = str(e)
-        d = record.descriptor
-        if d is not None and not isinstance(d, BatchDescriptor):
-            faults["descriptor"] = _kind(d)
         for name, kind in (("extra", dict), ("runner", str), ("schema_version", int)):
             if type(getattr(record, name)) is not kind:
                 faults[name] = f"{_kind(getattr(record, name))}, expected {kind.__name__}"
     if faults:
         name, fault = next(iter(faults.items()))
         raise TraceError(f"broken record: {name} is {fault}", field=where)
+
+
+def is_integer(value: Any) -> bool:
+    """Of Python or of NumPy; a bool is none."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def _is_tables(value: Any) -> bool:

@@ -165,6 +165,8 @@ def test_a_failure_is_shrunk_kept_and_run_again(tmp_path: Path, capsys: pytest.C
     assert "MR-SAMPLE-007 A request samples with the seed it was added with\n\nrecord.seeds[0]" in out
     assert f'"{runner}"' in out.split("load_runner(")[1]
     assert re.search(r"corpus: 1 failing and \d+ rare cases saved in", out)
+    names = [path.name for path in Path(folder).iterdir()]
+    assert all(n.startswith(("slots-", "MR-SAMPLE-007-")) and "_" not in n for n in names), names
     assert main(["check", "cpu", "--clause", "STAGE", "--corpus", folder, "--json"]) == 0
     cases = json.loads(capsys.readouterr().out)["corpus"]
     assert len(cases) > 5
@@ -173,6 +175,21 @@ def test_a_failure_is_shrunk_kept_and_run_again(tmp_path: Path, capsys: pytest.C
     out = capsys.readouterr().out
     assert re.search(r"diverge: MR-SAMPLE-007-\w+\n    step 0: MR-SAMPLE-007 seeds\[0\]", out)
     assert "not a pass: case MR-SAMPLE-007-" in out
+
+
+class Unblanked(CpuModelRunner):
+    """Takes no notice of the blocks that are to be blanked."""
+
+    def execute_model(self, plan, **kwargs):  # type: ignore[no-untyped-def]
+        return super().execute_model(replace(plan, new_block_ids_to_zero=[]), **kwargs)
+
+
+def test_what_only_a_probe_sees_is_said_to_be_not_shrunk(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{HERE}:Unblanked", "--clause", "KV-008", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["clauses"]["MR-KV-008"]["first"].startswith("MR-KV-008 kv[0, 0]")
+    assert report["notes"] == ["MR-KV-008: shown by probe listed_blocks_read_as_zero on its own plans, not shrunk"]
+    assert report["findings"] == []
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from conformance.case import Case, CaseStep, run_case
 from conformance.corpus import (
     AGREE,
     DIVERGE,
+    ERROR,
     SKIP,
     load_corpus,
     rare_cases,
@@ -24,6 +25,7 @@ from conformance.layouts import in_layout
 from conformance.mutation import mutated
 from conformance.probes import new, plan_of
 from conformance.shapes import SHAPES
+from engine_core.cli import main
 from runner_api import (
     Capability,
     ConfigError,
@@ -45,6 +47,43 @@ def test_our_corpus_agrees_on_the_reference() -> None:
     assert [(r.name, r.first) for r in results if r.outcome != AGREE] == []
     assert len(results) >= 12
     assert {r.name.partition("-")[0] for r in results} == {"slots", "dense"}
+
+
+def test_the_command_runs_cases_of_either_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each case in its own layout, whichever one the runner has by itself; with a layout given, those of it alone."""
+    command = ["check", "cpu", "--clause", "SLOT-001", "--corpus", str(OURS), "--json"]
+    assert main(command) == 0
+    cases = json.loads(capsys.readouterr().out)["corpus"]
+    assert len(cases) >= 12
+    assert {c["outcome"] for c in cases} == {AGREE}
+    assert main([*command, "--layout", "dense"]) == 0
+    outcomes = {(c["case"].partition("-")[0], c["outcome"]) for c in json.loads(capsys.readouterr().out)["corpus"]}
+    assert outcomes == {("dense", AGREE), ("slots", SKIP)}
+
+
+def test_a_layout_takes_the_place_of_another() -> None:
+    for outer, inner in (("slots", "dense"), ("dense", "slots")):
+        twice = in_layout(in_layout("cpu", inner), outer)
+        assert call_factory(twice, CONFIG).describe().layout == outer
+        assert list(twice.LAYOUTS) == [outer]
+
+
+def test_a_case_that_the_oracle_refuses_is_an_error_of_the_case(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = plan_of(new("a", [1, 2, 3], [1]), total_num_scheduled_tokens=4)
+    save_case(tmp_path, replace(CASE, steps=(CaseStep(wrong),)), "MR-SLOT-001", "x")
+    save_case(tmp_path, replace(CASE, steps=(CaseStep(plan_of(cached={"b": (3, None)})),)), None, "x", name="unknown")
+    save_case(tmp_path, CASE, None, "x")
+    refused, right, unknown = run_corpus(tmp_path, "cpu")
+    assert (refused.outcome, right.outcome, unknown.outcome) == (ERROR, AGREE, ERROR)
+    assert not refused.agrees
+    assert "the oracle refuses the case" in str(refused.first)
+    assert "never added" in str(unknown.first)
+    assert main(["check", "cpu", "--clause", "SLOT-001", "--corpus", str(tmp_path), "--no-find"]) == 1
+    out = capsys.readouterr().out
+    assert "corpus: 3 cases, 1 agree, 0 diverge, 0 skip, 2 error" in out
+    assert f"not a pass: case {refused.name} of the corpus is no test: " in out
 
 
 def test_every_saved_case_is_named_by_its_plans() -> None:

@@ -26,7 +26,7 @@ ALL = frozenset({SEEN, *OTHERS})
 def test_there_are_enough_mutants_all_distinct_and_spread() -> None:
     assert len(CPU_MUTANTS) >= 40
     assert len({m.id for m in CPU_MUTANTS}) == len(CPU_MUTANTS)
-    assert len({(m.path, m.old, m.new) for m in CPU_MUTANTS}) == len(CPU_MUTANTS)
+    assert len({(m.layout, m.path, m.old, m.new) for m in CPU_MUTANTS}) == len(CPU_MUTANTS)
     assert len({m.path for m in CPU_MUTANTS}) >= 12
     assert len({m.kind for m in CPU_MUTANTS}) >= 12
 

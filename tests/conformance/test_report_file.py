@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.resources import files
@@ -13,10 +16,10 @@ import jsonschema
 import pytest
 
 from conformance.matrix import asked, badge, markdown_table, matrix
-from conformance.report_file import read_report
+from conformance.report_file import ReportWriter, footer_of, header_of, read_report
 from cpu_reference.runner import CpuModelRunner
 from engine_core.cli import main
-from runner_api import SPEC_VERSION, ConfigError, StepRecord
+from runner_api import SPEC_VERSION, ConfigError, RunnerConfig, RunnerInfo, StepRecord
 
 HERE = __name__
 SCHEMA = json.loads((files("conformance") / "data" / "report.schema.json").read_text(encoding="utf-8"))
@@ -181,6 +184,12 @@ def drop(kind: str) -> Callable[[list[str]], list[str]]:
         (lambda lines: lines[:3] + ["{"], "no report"),
         (lambda lines: [lines[0], *lines], "several headers"),
         (lambda lines: [lines[0], '{"kind": "feeling"}', *lines[1:]], "do not belong"),
+        (lambda lines: [lines[0].replace('"layout"', '"lay"'), *lines[1:]], r"line 1 \(header\): layout is missing"),
+        (lambda lines: [lines[0].replace('"seed": 0', '"seed": "0"'), *lines[1:]], "seed is missing or odd .got '0'"),
+        (lambda lines: [lines[0], lines[1].replace('"outcome"', '"out"'), *lines[2:]], "clause.: outcome is missing"),
+        (lambda lines: [lines[0], lines[1].replace('"id": "', '"id": 5, "x": "'), *lines[2:]], "id is missing or odd"),
+        (lambda lines: [*lines[:-1], '{"kind": "footer"}'], "footer.: counts is missing"),
+        (lambda lines: [lines[0], "[" * 10**5], "no report"),
         (lambda lines: [lines[0].replace('"schema": 1', '"schema": 2'), *lines[1:]], "does not begin with a header"),
     ],
 )
@@ -190,6 +199,34 @@ def test_broken_reports_are_refused(folder: Path, tmp_path: Path, change: Callab
     path.write_text("\n".join(change((folder / "cpu.jsonl").read_text().splitlines())))
     with pytest.raises(ConfigError, match=said):
         read_report(path)
+
+
+SEPARATORS = "a\u2028b\x85c\nd|e \udcff"
+
+
+class Separated(CpuModelRunner):
+    """Says of itself what ends a line for some readers."""
+
+    def describe(self) -> RunnerInfo:
+        return replace(super().describe(), name=SEPARATORS, notes=(SEPARATORS,))
+
+
+def test_no_text_of_a_runner_breaks_a_report(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    writer = ReportWriter(path, header_of(Separated(RunnerConfig()), "x", "cpu", 0))
+    writer.finish(footer_of(None, ["smoke: x"], "DIVERGE", "x"))
+    assert path.read_bytes().isascii()
+    report = read_report(path)
+    assert report.header["runner"] == SEPARATORS
+    table = markdown_table(matrix([report])).split("\n")
+    assert table[0] == "| area | a b c d\\|e \udcff |"
+    assert len(table) == 5
+    run = [sys.executable, "-m", "engine_core.cli", "report", str(path)]
+    for encoding in ("ascii", "utf-8"):  # a terminal that cannot show it all
+        out = subprocess.run(
+            run, capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding}, check=True
+        ).stdout
+        assert b"a b c d|e \\udcff" in out
 
 
 def test_a_report_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

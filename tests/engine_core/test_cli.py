@@ -27,6 +27,10 @@ def run_good(args):
         raise KeyboardInterrupt
     if args.what == "break":
         raise ZeroDivisionError("in our\nown code")
+    if args.what == "leave":
+        raise SystemExit(0)
+    if args.what == "give up":
+        raise GeneratorExit
     if args.what == "diverge":
         return 1
     print("done")
@@ -62,6 +66,10 @@ def test_an_error_of_our_own_is_no_verdict(program, caplog):
     assert err.startswith("error: not foreseen: ZeroDivisionError: in our own code")
     assert err.count("\n") == 1
     assert "report" in err
+    for what, name in (("leave", "SystemExit"), ("give up", "GeneratorExit")):
+        code, out, err = program("good", what)
+        assert (code, out) == (3, "")
+        assert f"not foreseen: {name}" in err
     with caplog.at_level("DEBUG", "modelrunner"):
         assert program("--log-level", "debug", "good", "break")[0] == 3
     assert "in run_good" in caplog.text

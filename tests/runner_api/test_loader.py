@@ -2,6 +2,7 @@
 
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 
@@ -92,6 +93,52 @@ class Undescribed(load_factory(CPU)):
 def test_a_factory_that_gives_no_runner(factory, text):
     with pytest.raises(ConfigError, match=text):
         load_runner(factory)
+
+
+def leaving(config):
+    raise SystemExit(0)
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+    __repr__ = __str__
+
+
+def mute(config):
+    raise Mute
+
+
+@pytest.mark.parametrize(
+    ("factory", "text"),
+    [(leaving, "test_loader:leaving' cannot be built: SystemExit: 0"), (mute, "Mute without a text")],
+)
+def test_what_a_factory_raises_is_told(factory, text):
+    with pytest.raises(ConfigError, match=text):
+        load_runner(factory)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("name", None), ("class_path", 1), ("version", 2.0), ("device", 5), ("dtype", float), ("layout", None),
+        ("noise", ()), ("capabilities", ["generate"]), ("capabilities", frozenset({"generate"})), ("notes", None),
+        ("notes", ["x"]), ("notes", (1,)),
+    ],
+)  # fmt: skip
+def test_a_runner_must_describe_itself_in_the_right_types(field, value):
+    class Odd(load_factory(CPU)):
+        def describe(self):
+            return replace(super().describe(), **{field: value})
+
+    with pytest.raises(ConfigError, match=f"RunnerInfo.{field}"):
+        load_runner(Odd)
+
+
+def test_missing_stages_are_told_by_name_with_the_remedy():
+    with pytest.raises(CapabilityError, match=r"runner 'test_loader:raising' offers no stages\. .*`stages`"):
+        load_stages(raising)
 
 
 # -- factories in files, and the environment ----------------------------------------------------------------------

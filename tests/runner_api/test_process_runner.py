@@ -126,6 +126,16 @@ def test_runners_that_nobody_holds_are_shut_down(cpu, ready):
     two_live(ready)  # who is held is not touched
 
 
+def test_a_program_that_ends_at_a_shutdown_is_started_again(tmp_path):
+    factory = odd(tmp_path, "sys.exit(3)")
+    lost, first = factory(RunnerConfig()), factory.process()
+    del lost  # the next call shuts it down, which ends the program
+    factory(RunnerConfig())
+    assert factory.process() is not first
+    assert factory.process().alive
+    factory.close()
+
+
 def test_outputs_may_be_taken_late_and_twice(ready):
     ready.execute_model(plan_of(new("a", [1, 2, 3], [1])))
     first = ready.sample_tokens()
