@@ -17,6 +17,8 @@ import numpy
 import torch
 import triton
 
+from conformance.check_text import skipped_by_reason
+
 REPLAYS = {
     "float32": "float32; `sampling` draws from the recorded logits",
     "model": "float32, `sampling` on the model's own logits",
@@ -83,11 +85,7 @@ def clauses(path: Path, title: str) -> Iterator[str]:
     for name, area in report["areas"].items():
         must, should = area["must"], area["should"]
         yield f"| {name} | {must[0]}/{must[1]} | {should[0]}/{should[1]} | {area['skipped']} |"
-    skipped: dict[str, list[str]] = {}
-    for i, c in report["clauses"].items():
-        if c["outcome"] == "skip":
-            skipped.setdefault(c["reason"], []).append(i.removeprefix("MR-"))
-    for reason, ids in skipped.items():
+    for reason, ids in skipped_by_reason(report["clauses"]).items():
         yield f"\nSkipped ({reason}): {' '.join(ids)}"
     failed = [f"{i}: {c['first']}" for i, c in report["clauses"].items() if c["outcome"] == "fail"]
     if failed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from conformance.certificates import near_ties_text
@@ -62,12 +62,17 @@ def _exceptions(report: dict[str, Any]) -> Iterator[str]:
                 yield from (f"    {text}" for text in _because(entry))
     for error in report["errors"]:
         yield f"error: {error['where']}: {error['error']}"
+    for reason, clause_ids in skipped_by_reason(report["clauses"]).items():
+        yield from _wrapped(f"skipped ({reason}):", clause_ids)
+
+
+def skipped_by_reason(clauses: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Reason to the ids (without their prefix) of the clauses that were skipped for it; clauses: those of a report."""
     skipped: dict[str, list[str]] = {}
-    for clause_id, entry in report["clauses"].items():
+    for clause_id, entry in clauses.items():
         if entry["outcome"] == "skip":
             skipped.setdefault(entry["reason"], []).append(clause_id.removeprefix("MR-"))
-    for reason, clause_ids in skipped.items():
-        yield from _wrapped(f"skipped ({reason}):", clause_ids)
+    return skipped
 
 
 def _because(entry: dict[str, Any]) -> Iterator[str]:

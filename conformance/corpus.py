@@ -131,13 +131,6 @@ def _run(
 # -- rare shapes --------------------------------------------------------------------------------------------------
 
 
-def collect_rare_cases(
-    runner: str | RunnerFactory, seed: int, capabilities: frozenset[Capability], oracle: str | RunnerFactory = "cpu"
-) -> list[Case]:
-    """One smallest case of each rare shape that the worlds of a seed met, for a runner of these capabilities."""
-    return list(rare_cases(runner, seed, capabilities, oracle).values())
-
-
 def rare_cases(
     runner: str | RunnerFactory, seed: int, capabilities: frozenset[Capability], oracle: str | RunnerFactory = "cpu",
     shapes: Collection[str] = SHAPES,

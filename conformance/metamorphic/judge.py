@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -310,9 +310,15 @@ def greedy_tokens_are_the_models(bench: Bench) -> Found:
     for clause_id, model in models.items():
         stage = stage_of(bench.runner, frozenset({Capability.GENERATE}), model, 0, {})
         law = Law(clause_id, "the witness model", lambda other: Retold(other.play(other.story.asks)[0]))
-        oracle = replace(stage, runner="cpu", changes={"layout": "slots"})
-        found[clause_id] = _ask(law, stage, oracle.play(stage.story.asks)[0]) or []
+        found[clause_id] = _ask(law, stage, _references_tokens(model, stage.story)) or []
     return found
+
+
+@cache
+def _references_tokens(model: WitnessConfig, story: Story) -> Played:
+    """What the `cpu` runner draws in this story: worked out once, however many runners are judged."""
+    stage = stage_of("cpu", frozenset({Capability.GENERATE}), model, 0, {"layout": "slots"})
+    return replace(stage, story=story).plainly
 
 
 def judge_stories(

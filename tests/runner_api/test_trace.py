@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from sameness import same
 from step_driver import force, full, make_plan, make_runner, new
 
 from runner_api import RunnerError, SamplingParams, StepRecord, TraceError, load_trace, save_trace
@@ -25,28 +26,6 @@ def steps():
     records.append(dataclasses.replace(runner.last_step(), extra={"margin": [0.1, float("inf")], "note": ("x", 1)}))
     runner.execute_model(make_plan({}, kv_cache_block_copies=[(1, 5)]))
     return [*records, runner.last_step()]
-
-
-def same(a, b, where=""):
-    """Equal in value, type and dtype, all the way down."""
-    assert type(a) is type(b), where
-    if dataclasses.is_dataclass(a):
-        for f in dataclasses.fields(a):
-            same(getattr(a, f.name), getattr(b, f.name), f"{where}.{f.name}")
-    elif isinstance(a, np.ndarray):
-        assert a.dtype == b.dtype, where
-        assert a.shape == b.shape, where
-        assert np.array_equal(a, b, equal_nan=a.dtype.kind == "f"), where
-    elif isinstance(a, dict):
-        assert list(a) == list(b), where
-        for key in a:
-            same(a[key], b[key], f"{where}[{key!r}]")
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b), where
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            same(x, y, f"{where}[{i}]")
-    else:
-        assert a == b, where
 
 
 def test_round_trip(tmp_path, steps):

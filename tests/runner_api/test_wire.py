@@ -1,11 +1,11 @@
 """The wire format: whatever is written is read back equal, and what is broken is refused with its path."""
 
-import dataclasses
 import json
 from fractions import Fraction
 
 import numpy as np
 import pytest
+from sameness import same
 
 from conformance.driver import KINDS, RandomDriver, draw_size
 from conformance.harness import build_runner
@@ -47,27 +47,6 @@ def through(value, hint=None):
     """Out and back, as text that is strict JSON."""
     text = json.dumps(to_json(value, hint), allow_nan=False)
     return from_json(hint or type(value), json.loads(text))
-
-
-def same(a, b, where=""):
-    """Equal in value, type and dtype, all the way down."""
-    assert type(a) is type(b), where
-    if dataclasses.is_dataclass(a):
-        for f in dataclasses.fields(a):
-            same(getattr(a, f.name), getattr(b, f.name), f"{where}.{f.name}")
-    elif isinstance(a, np.ndarray):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape), where
-        assert np.array_equal(a, b, equal_nan=a.dtype.kind == "f"), where
-    elif isinstance(a, dict):
-        assert list(a) == list(b), where
-        for key in a:
-            same(a[key], b[key], f"{where}[{key!r}]")
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b), where
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            same(x, y, f"{where}[{i}]")
-    else:
-        assert a == b, where
 
 
 @pytest.mark.parametrize(
