@@ -287,10 +287,17 @@ for line in sys.stdin:
 """
 
 
-def odd(tmp_path, fault, version=SPEC_VERSION, timeout=20.0):
+def odd(tmp_path, fault, version=SPEC_VERSION):
     path = tmp_path / "odd.py"
     path.write_text(PROGRAM % {"fault": fault, "version": version})
-    return ProcessFactory(f"{sys.executable} -S -E {path}", timeout)
+    return ProcessFactory(f"{sys.executable} -S -E {path}", 20.0)
+
+
+def built(factory, timeout=20.0):
+    """A runner of a program that has started, however long that took; it waits this many seconds for an answer."""
+    runner = factory(RunnerConfig())
+    factory.process().timeout = timeout
+    return runner
 
 
 FAULTS = {
@@ -315,8 +322,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_broken_programs_are_told_apart(tmp_path, fault):
-    factory = odd(tmp_path, fault, timeout=0.5 if "sleep" in fault else 20.0)
-    runner = factory(RunnerConfig())
+    runner = built(odd(tmp_path, fault), timeout=0.5 if "sleep" in fault else 20.0)
     begin = time.monotonic()
     with pytest.raises(RunnerError, match=FAULTS[fault]) as caught:
         runner.describe()
@@ -333,10 +339,12 @@ def test_an_ended_program_is_started_again(tmp_path):
     with pytest.raises(RunnerError, match=r"ended before 'describe' was asked.*Build the runner again"):
         runner.describe()
     factory(RunnerConfig())
-    assert factory.process() is not first
-    os.kill(factory.process()._popen.pid, signal.SIGKILL)
-    factory.process()._popen.wait()
+    second = factory.process()
+    assert second is not first
+    os.kill(second._popen.pid, signal.SIGKILL)
+    second._popen.wait(10)
     factory(RunnerConfig())  # also one that died between two requests
+    assert factory.process() is not second
     factory.close()
 
 
@@ -353,13 +361,12 @@ def test_requests_longer_than_a_pipe_go_through(cpu, ready, tmp_path):
     tokens = list(range(60)) * 4000
     with pytest.raises(PlanError):
         ready.execute_model(plan_of(new("a", tokens, [1])))
-    deaf = odd(tmp_path, "os.close(0); time.sleep(30)", timeout=0.5)
-    runner = deaf(RunnerConfig())
+    deaf = built(odd(tmp_path, "os.close(0); time.sleep(30)"), timeout=0.5)
     with pytest.raises(RunnerError, match="no answer to 'digest'"):
-        runner.state_digest()
-    blocked = odd(tmp_path, "time.sleep(30)", timeout=0.5)
+        deaf.state_digest()
+    blocked = built(odd(tmp_path, "time.sleep(30)"), timeout=0.5)
     with pytest.raises(RunnerError, match=r"no answer to 'step' within 0.5 s"):
-        blocked(RunnerConfig()).execute_model(plan_of(new("a", tokens, [1])))
+        blocked.execute_model(plan_of(new("a", tokens, [1])))
 
 
 def test_programs_that_cannot_be_started_or_speak_otherwise(tmp_path):
