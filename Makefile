@@ -72,8 +72,11 @@ gpu-mutants: $(READY)
 kernel-mutants: $(READY)
 	$(BIN)/python -m conformance.kernel_mutants
 
-# Both row layouts on the same plans, thousands of worlds: make campaign RUNNER=gpu WORLDS=300 takes its own. Minutes.
+# What `make test` does for minutes, for longer: every clause on many more plans, over both row layouts, and both layouts
+# on the same plans. make campaign RUNNER=gpu ROUNDS=2 WORLDS=300 takes other sizes, or another runner. About half an hour.
 campaign: $(READY)
+	$(BIN)/modelrunner check $(or $(RUNNER),cpu) --layout slots --rounds $(or $(ROUNDS),20) --steps 5000
+	$(BIN)/modelrunner check $(or $(RUNNER),cpu) --layout dense --rounds $(or $(ROUNDS),20) --steps 5000
 	$(BIN)/python -m conformance.equivalence --runner $(or $(RUNNER),cpu) --worlds $(or $(WORLDS),5000) \
 	  --models $(or $(MODELS),300)
 

@@ -1,13 +1,13 @@
 """`modelrunner check`: who is judged, smoke, clauses by area, lockstep, saved cases, findings, verdict.
 
-`check --json` prints one object: runner, layout (of its rows, and the oracle's), spec_version, seed, against, selection
-(ids, or null for all); smoke (null or text); areas (area to {must: [passed, asked], should: [passed, asked], skipped});
-clauses (id to {outcome: pass | fail | error | skip | xfail | xpass | untested, evaluations, reason, first, issue});
-outcomes (outcome to number of clauses); errors ([{where, error}]); counts (how often each kind of step occurred);
-lockstep (a list of {model, dtype, verdict, steps, fields, elements, tokens, near_ties, near_tie_rate,
+`check --json` prints one object: runner, layout (of its rows, and the oracle's), spec_version, seed, rounds, against,
+selection (ids, or null for all); smoke (null or text); areas (area to {must: [passed, asked], should: [passed, asked],
+skipped}); clauses (id to {outcome: pass | fail | error | skip | xfail | xpass | untested, evaluations, reason, first,
+issue}); outcomes (outcome to number of clauses); errors ([{where, error}]); counts (how often each kind of step
+occurred); lockstep (a list of {model, dtype, verdict, steps, fields, elements, tokens, near_ties, near_tie_rate,
 expected_near_ties, near_tie_cap, first}), lockstep_left_out (null or why); corpus ([{case, clause, outcome: agree |
-diverge | skip | error, first}]);
-findings ([{clause, text}]); notes, faults (why it is no pass); verdict (AGREE or DIVERGE).
+diverge | skip | error, first}]); findings ([{clause, text}]); notes, faults (why it is no pass); verdict (AGREE or
+DIVERGE).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 from conformance.case import Case
 from conformance.check_text import check_text
 from conformance.clauses import select
-from conformance.evaluate import WORLD_CLAUSES, evaluate
+from conformance.evaluate import SEEDS, WORLD_CLAUSES, evaluate
 from conformance.expectations import Expectation, load_expectations
-from conformance.finding import Finding, find
+from conformance.finding import Budget, Finding, find
 from conformance.layouts import in_layout
 from conformance.lockstep import AGREE, DIVERGE, LockstepResult
 from conformance.lockstep_runs import lockstep_on_model, lockstep_on_worlds
@@ -48,7 +48,7 @@ def run_check(args: argparse.Namespace) -> int:
     built = call_factory(runner, RunnerConfig(max_num_reqs=2))
     oracle = in_layout(args.against, built.describe().layout)
     call_factory(oracle, RunnerConfig(max_num_reqs=2))
-    header = header_of(built, args.runner, args.against, args.seed, selection, args.expectations)
+    header = header_of(built, args.runner, args.against, args.seed, args.rounds, selection, args.expectations)
     writer = ReportWriter(args.report, header) if args.report else None
     try:
         report = _Check(args, runner, oracle, built, expectations, selection, writer).run()
@@ -62,6 +62,8 @@ def run_check(args: argparse.Namespace) -> int:
 def _check_arguments(args: argparse.Namespace) -> None:
     if args.steps < 1:
         raise ConfigError("nothing would be tested", field="--steps", got=args.steps, expected=">= 1")
+    if args.rounds < 1:
+        raise ConfigError("nothing would be tested", field="--rounds", got=args.rounds, expected=">= 1")
     if args.seed < 0:
         raise ConfigError("a seed is not negative", field="--seed", got=args.seed, expected=">= 0")
     if args.dtype is not None and not args.model:
@@ -97,7 +99,7 @@ class _Check:
         self.testers: Mapping[str, tuple[str, ...]] = {}
         self.report: dict[str, Any] = {
             "runner": self.info.line(), "layout": self.info.layout, "spec_version": SPEC_VERSION, "seed": args.seed,
-            "against": args.against, "selection": None if selection is None else list(selection),
+            "rounds": args.rounds, "against": args.against, "selection": None if selection is None else list(selection),
             "smoke": smoke(runner), "areas": {}, "clauses": {}, "outcomes": {}, "errors": [], "counts": {},
             "lockstep": [], "lockstep_left_out": None, "corpus": [], "findings": [], "notes": [], "faults": [],
         }  # fmt: skip
@@ -120,10 +122,10 @@ class _Check:
     def _clauses(self) -> None:
         if self.args.lockstep_only:
             return
-        seeds = tuple(self.args.seed + n for n in range(3))
-        layout = self.info.layout
+        seed, rounds = self.args.seed, self.args.rounds
         found = evaluate(
-            self.runner, seeds=seeds, oracle=self.oracle, layout=layout, selected=self.selection, info=self.info
+            self.runner, seeds=range(seed, seed + SEEDS * rounds), stories=range(seed, seed + rounds),
+            oracle=self.oracle, layout=self.info.layout, selected=self.selection, info=self.info,
         )  # fmt: skip
         self.results = results = results_of(found, self.expectations)
         self.testers = found.testers
@@ -219,12 +221,16 @@ class _Check:
             if len(found) == MOST_FINDINGS or (clauses is not None and known & set(clauses)):
                 continue
             try:
-                layout, seed = self.info.layout, self.args.seed
-                finding = find(self.args.runner, oracle=self.args.against, clauses=clauses, seed=seed, layout=layout)
+                finding = find(
+                    self.args.runner, oracle=self.args.against, clauses=clauses, seed=self.args.seed,
+                    budget=Budget(worlds=SEEDS * self.args.rounds), layout=self.info.layout,
+                )  # fmt: skip
             except Exception as e:  # the verdict stands without it
                 self.report["notes"].append(f"a failure could not be shrunk: {type(e).__name__}: {e}")
                 continue
-            if finding is not None and not any(_same_cell(finding, other) for other in found):
+            if finding is None and clauses is not None:
+                self.report["notes"].append(f"{', '.join(clauses)}: not shown again by other plans, not shrunk")
+            elif finding is not None and not any(_same_cell(finding, other) for other in found):
                 found.append(finding)
         return found
 

@@ -12,7 +12,7 @@ from conformance.report import plain_table
 from conformance.smoke import ADVICE
 
 # The second line of the text.
-SHOWN = {"layout": "layout", "spec": "spec_version", "seed": "seed", "against": "against"}
+SHOWN = {"layout": "layout", "spec": "spec_version", "seed": "seed", "rounds": "rounds", "against": "against"}
 # Outcomes that are told clause by clause, with their titles.
 TOLD = {
     "fail": "failed", "error": "error in", "xpass": "passes against expectation", "untested": "not tested",

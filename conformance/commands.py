@@ -29,6 +29,10 @@ def check(subparsers: Any) -> None:
     parser.add_argument("--steps", type=int, default=200, help="steps of the lockstep run (default: 200)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the generated plans (default: 0)")
     parser.add_argument(
+        "--rounds", type=int, default=1, metavar="N",
+        help="as many times three seeds of each kind of generated plans, and one story told in other ways (default: 1)",
+    )  # fmt: skip
+    parser.add_argument(
         "--max-near-ties", type=float, metavar="RATE",
         help="most near ties per token (default: ten times what rounding makes likely, and 3)",
     )  # fmt: skip

@@ -52,6 +52,8 @@ from runner_api.errors import safely
 from runner_api.loader import call_factory, load_factory, load_stages
 from runner_api.protocol import RunnerFactory
 
+# Seeds of one round: each gives a world of every kind.
+SEEDS = 3
 # Steps of one world: long enough for rows and blocks to change hands often, short enough to see many sizes.
 STEPS_PER_WORLD = 20
 # Clauses that worlds can put to the test: by laws, and by following the rows of either layout.
@@ -63,17 +65,18 @@ CONSEQUENCES = tuple(law for law in LAWS.values() if law.consequence)
 
 
 def evaluate(
-    runner: str | RunnerFactory, *, seeds: Sequence[int] = (0, 1, 2), steps: int = 40,
+    runner: str | RunnerFactory, *, seeds: Sequence[int] = range(SEEDS), stories: Sequence[int] = (0,), steps: int = 40,
     oracle: str | RunnerFactory = "cpu", probes_first: bool = False, enough: Callable[[Evaluation], bool] | None = None,
     layout: str | None = None, selected: Collection[str] | None = None, sought: Collection[str] = (),
     info: RunnerInfo | None = None,
 ) -> Evaluation:  # fmt: skip
     """Judge `runner` on worlds of every kind it can run, `steps` steps of each kind and seed, and by every probe.
 
-    enough: asked after each world and each probe whether to leave it at that; what was not tested by then makes
-    no pass. layout: of the rows, on both sides; None: the one that the runner takes by itself. selected: ids of the
-    clauses to judge by, at least one; None: all. Worlds and probes that speak of none of them are left out. sought:
-    ids of clauses whose probes are run before the others. info: what the runner has said of itself; None: it is asked.
+    stories: seeds of the stories that the metamorphic laws retell, at least one. enough: asked after each world and
+    each probe whether to leave it at that; what was not tested by then makes no pass. layout: of the rows, on both
+    sides; None: the one that the runner takes by itself. selected: ids of the clauses to judge by, at least one; None:
+    all. Worlds and probes that speak of none of them are left out. sought: ids of clauses whose probes are run before
+    the others. info: what the runner has said of itself; None: it is asked.
 
     A runner that runs no whole steps, or keeps no record of them, is judged by what it does offer; the other clauses
     are in `skipped`. Raises: ConfigError, UnknownNameError for what cannot be judged at all.
@@ -85,9 +88,9 @@ def evaluate(
     runner = load_factory(runner) if layout is None else in_layout(runner, layout)
     info = info or call_factory(runner, RunnerConfig(max_num_reqs=2)).describe()
     oracle = in_layout(oracle, info.layout)
-    bench = Bench(runner, info.capabilities)
+    bench = Bench(runner, info.capabilities, tuple(stories))
     if info.layout == "dense":
-        bench = Bench(InLayout(runner, "dense", stories=True), info.capabilities)
+        bench = replace(bench, runner=InLayout(runner, "dense", stories=True))
     result = _begin(info, runner, selected)
     parts = [_worlds(runner, oracle, seeds, steps, result), _probes(bench, result, frozenset(sought))]
     for part in reversed(parts) if probes_first else parts:

@@ -71,10 +71,11 @@ NUM_BLOCKS = 24
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Fresh runners of one kind, all on the small witness model."""
+    """Fresh runners of one kind, all on the small witness model. stories: seeds of the stories that are retold."""
 
     runner: str | RunnerFactory
     capabilities: frozenset[Capability]
+    stories: tuple[int, ...] = (0,)
 
     def fresh(self, **changes: Any) -> ModelRunner:
         return build_runner(self.runner, MODEL, replace(CONFIG, **changes), NUM_BLOCKS)[0]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 LAYOUTS = ("slots", "dense")
 MARKER = "clause(*ids): the clauses of modelrunner that a test is about; see `modelrunner clauses`"
-OTHERS = ("layout", "oracle", "seed", "expectations", "report")  # options that say nothing without --runner
+OTHERS = ("layout", "oracle", "seed", "rounds", "expectations", "report")  # options that say nothing without --runner
 _NAME = "modelrunner_session"
 
 
@@ -35,15 +35,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--runner-layout", choices=LAYOUTS, help="of the runner's rows (default: its own choice)")
     group.addoption("--runner-oracle", metavar="ORACLE", help="the runner to compare with (default: cpu)")
     group.addoption("--runner-seed", type=int, metavar="N", help="seed of the generated plans (default: 0)")
+    group.addoption("--runner-rounds", type=int, metavar="N", help="N times as many generated plans (default: 1)")
     group.addoption("--runner-expectations", metavar="FILE", help="clauses that are known to fail (TOML)")
     group.addoption("--runner-report", metavar="FILE", help="write a report, as modelrunner check --report does")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", MARKER)
-    given = [
-        o for o in ("layout", "oracle", "seed", "expectations", "report") if _option(config, f"runner_{o}") is not None
-    ]
+    given = [o for o in OTHERS if _option(config, f"runner_{o}") is not None]
     if _option(config, "runner") is None:
         if given:
             raise pytest.UsageError(f"--runner-{given[0]} needs --runner")
@@ -51,10 +50,12 @@ def pytest_configure(config: pytest.Config) -> None:
     from conformance.pytest_session import RunnerSession
     from runner_api import RunnerError
 
+    rounds = _option(config, "runner_rounds")
     try:
         session = RunnerSession(
             config, _option(config, "runner"), _option(config, "runner_layout"),
             _option(config, "runner_oracle") or "cpu", _option(config, "runner_seed") or 0,
+            1 if rounds is None else rounds,
             _option(config, "runner_expectations"), _option(config, "runner_report"),
         )  # fmt: skip
     except RunnerError as e:

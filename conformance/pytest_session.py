@@ -8,7 +8,7 @@ from functools import cached_property
 import pytest
 
 from conformance.clauses import load_clauses
-from conformance.evaluate import evaluate
+from conformance.evaluate import SEEDS, evaluate
 from conformance.expectations import load_expectations
 from conformance.layouts import in_layout
 from conformance.lockstep import AGREE, DIVERGE
@@ -22,23 +22,25 @@ from runner_api.loader import call_factory, load_factory
 SUITE = "conformance.suite."
 # Items of the suite that say more than the clauses do.
 BESIDE_CLAUSES = ("test_whole_run.py::test_lockstep", "test_whole_run.py::test_search")
-SEEDS = 3
 
 
 class RunnerSession:
     """Registered as a plugin of its own while a runner is judged."""
 
     def __init__(
-        self, config: pytest.Config, target: str, layout: str | None, oracle: str, seed: int,
+        self, config: pytest.Config, target: str, layout: str | None, oracle: str, seed: int, rounds: int,
         expectations: str | None, report: str | None,
     ) -> None:  # fmt: skip
         if seed < 0:
             raise ConfigError("a seed is not negative", field="--runner-seed", got=seed, expected=">= 0")
+        if rounds < 1:
+            raise ConfigError("nothing would be tested", field="--runner-rounds", got=rounds, expected=">= 1")
         if report and (config.getoption("numprocesses", default=None) or hasattr(config, "workerinput")):
             raise ConfigError(
                 "several processes cannot write one report", field="--runner-report", got=report, expected="no -n"
             )
-        self.config, self.target, self.seed, self.oracle_name = config, target, seed, oracle
+        self.config, self.target, self.oracle_name = config, target, oracle
+        self.seed, self.rounds = seed, rounds
         self.factory = load_factory(target) if layout is None else in_layout(target, layout)
         self.built = call_factory(self.factory, RunnerConfig(max_num_reqs=2))
         self.info = self.built.describe()
@@ -59,9 +61,10 @@ class RunnerSession:
         """Every clause that the suite's items are about, judged once. Stops the session if the smoke test fails."""
         self.must_be_alive()
         selected = None if not self.selection or self.selection >= load_clauses().keys() else self.selection
-        seeds = tuple(self.seed + n for n in range(SEEDS))
+        seed, rounds = self.seed, self.rounds
         found = evaluate(
-            self.factory, seeds=seeds, oracle=self.oracle, layout=self.info.layout, selected=selected, info=self.info
+            self.factory, seeds=range(seed, seed + SEEDS * rounds), stories=range(seed, seed + rounds),
+            oracle=self.oracle, layout=self.info.layout, selected=selected, info=self.info,
         )  # fmt: skip
         results = results_of(found, self.expectations)
         if self.writer is not None:
@@ -119,7 +122,7 @@ class RunnerSession:
     def pytest_report_header(self) -> list[str]:
         return [
             f"modelrunner: {self.info.line()}",
-            f"modelrunner: seed={self.seed} against={self.oracle_name} spec={SPEC_VERSION}",
+            f"modelrunner: seed={self.seed} rounds={self.rounds} against={self.oracle_name} spec={SPEC_VERSION}",
         ]
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -129,7 +132,9 @@ class RunnerSession:
             if not self.selection:
                 raise pytest.UsageError("--runner-report: no clause of conformance.suite is selected")
             selection = None if self.selection >= load_clauses().keys() else sorted(self.selection)
-            header = header_of(self.built, self.target, self.oracle_name, self.seed, selection, self.expectations_path)
+            header = header_of(
+                self.built, self.target, self.oracle_name, self.seed, self.rounds, selection, self.expectations_path
+            )
             self.writer = ReportWriter(self.report_path, header)
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:

@@ -29,7 +29,7 @@ READ: dict[str, dict[str, tuple[type, ...]]] = {
         **dict.fromkeys(
             ("runner", "class", "version", "device", "dtype", "noise", "layout", "spec_version", "oracle"), _TEXT
         ),
-        "seed": (int,), "selection": (list, type(None)),
+        "seed": (int,), "rounds": (int,), "selection": (list, type(None)),
     },
     "clause": {"id": _TEXT, "level": _TEXT, "area": _TEXT, "outcome": _TEXT, "layout": _MAYBE},
     "footer": {"counts": (dict,), "verdict": _TEXT},
@@ -37,7 +37,7 @@ READ: dict[str, dict[str, tuple[type, ...]]] = {
 
 
 def header_of(
-    runner: ModelRunner, target: str, oracle: str, seed: int, selection: Sequence[str] | None = None,
+    runner: ModelRunner, target: str, oracle: str, seed: int, rounds: int = 1, selection: Sequence[str] | None = None,
     expectations: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Who is judged, by what, with what. runner: as it was built; target: as it was named."""
@@ -46,7 +46,7 @@ def header_of(
         "kind": "header", "schema": SCHEMA, "target": target, "runner": info.name, "class": info.class_path,
         "file": _file_of(runner), "version": info.version, "device": info.device, "dtype": info.dtype,
         "noise": info.noise, "layout": info.layout, "capabilities": sorted(c.value for c in info.capabilities),
-        "notes": list(info.notes), "spec_version": SPEC_VERSION, "oracle": oracle, "seed": seed,
+        "notes": list(info.notes), "spec_version": SPEC_VERSION, "oracle": oracle, "seed": seed, "rounds": rounds,
         "modelrunner": runner_api.__version__, "python": platform.python_version(), "numpy": np.__version__,
         "selection": None if selection is None else list(selection), "expectations": expectations,
     }  # fmt: skip

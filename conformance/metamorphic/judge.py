@@ -7,6 +7,7 @@ judge it in float64, or with a model whose margins are wide.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -294,7 +295,11 @@ def judge_metamorphic(
 @probe("META-001..META-019", Capability.GENERATE)
 def retold_stories(bench: Bench) -> Found:
     """Every metamorphic law that applies, on the witness model."""
-    return judge_stories(bench.runner, bench.capabilities, None, 0, {})
+    found: Found = {}
+    for seed in bench.stories:
+        for clause_id, mismatches in judge_stories(bench.runner, bench.capabilities, None, seed, {}).items():
+            found.setdefault(clause_id, []).extend(mismatches)
+    return found
 
 
 @probe("OUT-004 OUT-016", Capability.GENERATE)
@@ -306,11 +311,11 @@ def greedy_tokens_are_the_models(bench: Bench) -> Found:
     models = {"MR-OUT-004": ONE_GROUP}
     if {Capability.MULTI_GROUP, Capability.SLIDING_WINDOW} <= bench.capabilities:
         models["MR-OUT-016"] = TWO_GROUPS
-    found: Found = {}
-    for clause_id, model in models.items():
-        stage = stage_of(bench.runner, frozenset({Capability.GENERATE}), model, 0, {})
+    found: Found = {clause_id: [] for clause_id in models}
+    for (clause_id, model), seed in itertools.product(models.items(), bench.stories):
+        stage = stage_of(bench.runner, frozenset({Capability.GENERATE}), model, seed, {})
         law = Law(clause_id, "the witness model", lambda other: Retold(other.play(other.story.asks)[0]))
-        found[clause_id] = _ask(law, stage, _references_tokens(model, stage.story)) or []
+        found[clause_id] += _ask(law, stage, _references_tokens(model, stage.story)) or []
     return found
 
 

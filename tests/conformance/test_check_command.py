@@ -51,7 +51,7 @@ def test_the_reference_agrees(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "cpu", "--steps", "60"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("runner=cpu class=cpu_reference.runner.CpuModelRunner")
-    assert f"spec={SPEC_VERSION} seed=0 against=cpu" in out
+    assert f"spec={SPEC_VERSION} seed=0 rounds=1 against=cpu" in out
     assert "smoke: ok" in out
     assert "lockstep on witness: AGREE steps=60" in out
     apply = [c for c in load_clauses().values() if not c.missing(CAPABILITIES)]
@@ -96,6 +96,17 @@ def test_json_holds_every_clause(capsys: pytest.CaptureFixture[str]) -> None:
     assert entry["near_tie_cap"] == pytest.approx(3 + 10 * entry["expected_near_ties"])
     assert 0 < entry["expected_near_ties"] < 0.01
     assert report["errors"] == []
+
+
+def test_more_rounds_are_more_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    def evaluations(rounds: int) -> int:
+        assert main(["check", "cpu", "--clause", "SLOT-001", "--seed", "5", "--rounds", str(rounds), "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["rounds"] == rounds
+        number: int = report["clauses"]["MR-SLOT-001"]["evaluations"]
+        return number
+
+    assert evaluations(2) > 1.8 * evaluations(1)
 
 
 def test_lockstep_alone_asks_no_clause(capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,6 +208,7 @@ def test_what_only_a_probe_sees_is_said_to_be_not_shrunk(capsys: pytest.CaptureF
     [
         ["nobody"],
         ["cpu", "--steps", "0"],
+        ["cpu", "--rounds", "0"],
         ["cpu", "--against", "cpq"],
         ["cpu", "--seed", "-1"],
         ["cpu", "--dtype", "float64"],

@@ -82,11 +82,12 @@ def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
 def test_a_wrong_runner_fails_its_clause_and_writes_a_report(folder: Path) -> None:
     report = folder / "r.jsonl"
     chosen = ("-k", "SLOT-001 or SLOT-005 or DENSE-001 or exception")
-    done = run_pytest(folder, *SUITE, "--runner", "mine:WrongSlots", *chosen, "--runner-report", str(report))
+    done = run_pytest(folder, *SUITE, "--runner", "mine:WrongSlots", *chosen, "--runner-report", str(report),
+                      "--runner-rounds", "2")  # fmt: skip
     out = done.stdout
     assert done.returncode == 1, out
     assert "modelrunner: runner=cpu class=mine.WrongSlots version=" in out
-    assert f"modelrunner: seed=0 against=cpu spec={SPEC_VERSION}" in out
+    assert f"modelrunner: seed=0 rounds=2 against=cpu spec={SPEC_VERSION}" in out
     assert "layout=slots noise=murmur3" in out
     assert "fail: MR-SLOT-001 The slot of a token is its block times the block size plus its offset" in out
     assert "MR-SLOT-001 slot_mappings[" in out
@@ -95,6 +96,7 @@ def test_a_wrong_runner_fails_its_clause_and_writes_a_report(folder: Path) -> No
     read = read_report(report)
     assert [c["outcome"] for c in read.clauses.values()] == ["fail", "pass", "skip"]
     assert read.header["target"] == "mine:WrongSlots"
+    assert read.header["rounds"] == 2
     assert read.footer["verdict"] == "DIVERGE"
 
 

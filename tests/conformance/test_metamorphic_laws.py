@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,8 @@ from conformance.metamorphic.player import BrokenStory, Way
 from conformance.metamorphic.story import Ask, tell_story
 from conformance.mutants import CPU_MUTANTS
 from conformance.mutation import mutated
+from cpu_reference.runner import CAPABILITIES
+from engine_core.cli import main
 from runner_api import (
     BatchDescriptor,
     Capability,
@@ -63,6 +67,44 @@ def test_the_reference_keeps_every_law(layout: str, seed: int) -> None:
     found = judge_metamorphic(in_layout("cpu", layout), seed=seed)
     assert sorted(found) == [c for c in IDS if c != GRAPHS]
     assert failed(found) == []
+
+
+@cache
+def prompts_of_story_one() -> set[tuple[int, ...]]:
+    """One each, with and without several KV cache groups."""
+    return {stage_of("cpu", CAPABILITIES, m, 1, {}).story.asks[0].prompt for m in (None, ONE_GROUP)}
+
+
+def spoilt_in_story_one(config: RunnerConfig) -> Any:
+    """A runner whose tokens are wrong in odd steps once a prompt of story 1 has come."""
+    runner: Any = call_factory("cpu", config)
+    info = replace(runner.describe(), capabilities=CAPABILITIES - {Capability.STAGES})
+    execute, sample, state = runner.execute_model, runner.sample_tokens, {"met": False, "steps": 0}
+
+    def executes(plan: Any, **kwargs: Any) -> Any:
+        state["met"] |= any(tuple(new.prompt_token_ids) in prompts_of_story_one() for new in plan.scheduled_new_reqs)
+        state["steps"] += 1
+        return execute(plan, **kwargs)
+
+    def samples(*args: Any, **kwargs: Any) -> Any:
+        output = sample(*args, **kwargs).get_output()
+        if state["met"] and state["steps"] % 2:
+            tokens = tuple(tuple(t ^ 1 for t in row) for row in output.sampled_token_ids)
+            output = replace(output, sampled_token_ids=tokens)
+        return SimpleNamespace(get_output=lambda: output)
+
+    runner.describe, runner.execute_model, runner.sample_tokens = lambda: info, executes, samples
+    return runner
+
+
+@pytest.mark.parametrize("clause", ["META-012", "OUT-004"])
+def test_more_rounds_are_more_stories(clause: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A fault that one story meets is found where that story is told."""
+    command = ["check", f"{__name__}:spoilt_in_story_one", "--clause", clause, "--no-find"]
+    assert main([*command, "--rounds", "1"]) == 0
+    assert main([*command, "--rounds", "2"]) == 1
+    assert main([*command, "--seed", "1"]) == 1
+    assert f"failed: MR-{clause}" in capsys.readouterr().out
 
 
 def test_interpreted_runners_get_the_short_story() -> None:
