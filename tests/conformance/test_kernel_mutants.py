@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -129,6 +130,26 @@ def test_the_score_leaves_out_what_cannot_be_killed() -> None:
     assert not replace(report, wrong=("declared equivalent, but noticed",)).enough
     assert not replace(report, fates=(*fates, Fate(mutant, "survived", ""))).enough
     assert replace(report, fates=(*fates, Fate(mutant, "equivalent", "why"))).score == 0.95
+
+
+class Behaving:
+    """A battery whose mutants do what they are called."""
+
+    wrong: tuple[str, ...] = ()
+
+    def judge_mutant(self, mutant: str) -> str:
+        end = time.monotonic() + {"spins": 3600.0, "sleeps": 3600.0}.get(mutant, 1.5)
+        while time.monotonic() < end:
+            if mutant != "spins":
+                time.sleep(0.01)
+        return ""
+
+
+def test_a_mutant_has_its_processor_time_however_busy_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_mutants, "LONGEST", 1)
+    monkeypatch.setattr(kernel_mutants, "WAITS", 5)
+    told = dict(kernel_mutants._noticed(Behaving(), ["spins", "is kept waiting", "sleeps"], 3))  # type: ignore[arg-type]
+    assert told == {"spins": "does not end within 1 s", "is kept waiting": "", "sleeps": "waits for ever: 5 s"}
 
 
 def run(*argv: str) -> tuple[int, dict[str, Any]]:
