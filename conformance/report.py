@@ -8,7 +8,7 @@ import numpy as np
 
 from conformance.comparison import Difference
 from conformance.context import Mismatch
-from runner_api import StepRecord
+from runner_api import SampleFault, StepRecord
 
 # Elements shown of a long list, around the one that differs.
 SHOWN = 6
@@ -17,12 +17,23 @@ _COLUMNS = {
     "input_ids": "input_ids", "block_tables": "blocks", "slot_mappings": "slots", "logits_indices": "logits rows",
     "num_sampled": "sampled", "token_ids": "token",
 }  # fmt: skip
+# Why a request got an error in place of its tokens, in as few letters as a cell has.
+_FAULTS = {SampleFault.NAN: "NaN", SampleFault.NO_TOKEN: "no token"}
+
+
+def fault_of(record: StepRecord, i: int) -> str:
+    """Why the request at batch index i got an error and no token: a word or two, empty where it got what it should."""
+    fault = int(record.faults[i]) if i < len(record.faults) else SampleFault.NONE
+    if fault == SampleFault.NONE or i >= len(record.num_sampled) or record.num_sampled[i] <= 0:
+        return ""
+    return _FAULTS[SampleFault(fault)] if fault in _FAULTS else f"fault {fault}"
 
 
 def batch_table(record: StepRecord, difference: Difference | Mismatch | None = None) -> str:
     """The ragged batch of a record; `»…«` marks the cell that the difference lies in.
 
-    Padding rows are shown as `(pad)`. Groups are separated by `|` in the columns of blocks and slots.
+    Padding rows are shown as `(pad)`. Groups are separated by `|` in the columns of blocks and slots. In place of the
+    tokens of a request that got an error stands why, unless the difference lies in them.
     """
     lines = [[*_COLUMNS.values()]]
     field = difference.field if difference else ""
@@ -66,6 +77,8 @@ def _cells(record: StepRecord, i: int, field: str, index: tuple[int, ...]) -> li
     cu = record.cu_num_logits
     rows = record.logits_indices[cu[i] : cu[i + 1]] if real and i + 1 < len(cu) else ()
     num = int(record.num_sampled[i]) if i < len(record.num_sampled) else 0
+    fault = "" if field == "token_ids" else fault_of(record, i)
+    drawn = _short(record.token_ids[i][: max(num, 0)]) if i < len(record.token_ids) else ""
     return [
         record.req_ids[i] if i < len(record.req_ids) else "(pad)",
         str(record.idx_mapping[i]) if i < len(record.idx_mapping) else "",
@@ -77,7 +90,7 @@ def _cells(record: StepRecord, i: int, field: str, index: tuple[int, ...]) -> li
         " | ".join(slots) if real else "",
         _short(rows) if real else "",
         str(num) if real else "",
-        _short(record.token_ids[i][: max(num, 0)]) if i < len(record.token_ids) else "",
+        fault or drawn,
     ]
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from conformance.report import batch_table, plain_table
+from conformance.report import batch_table, fault_of, plain_table
 from runner_api import ConfigError, StepRecord, Trace, TraceError, UnknownNameError, load_trace
 
 PAGE = ".html"
@@ -118,16 +118,20 @@ def _check_options(args: argparse.Namespace, ending: str | None) -> None:
 
 def steps_table(trace: Trace) -> str:
     """All steps, a line each: how much they scheduled, and who came and went."""
+    from conformance.figures.timeline import returns
+
     lines = [["step", "requests", "tokens", "sampled", "what the plan changes"]]
-    for number, record in enumerate(trace.steps):
-        sampled = sum(len(t) for t in record.tokens().values())
+    for number, (record, back) in enumerate(zip(trace.steps, returns(trace.steps), strict=True)):
+        faults = [bool(fault_of(record, i)) for i in range(record.num_reqs)]
+        sampled = sum(len(t) for t, fault in zip(record.tokens().values(), faults, strict=True) if not fault)
+        errors = f" ({sum(faults)} error{'s' * (sum(faults) != 1)})" if any(faults) else ""
         lines.append(
             [
                 str(number),
                 _padded(record.num_reqs, record.num_reqs_padded),
                 _padded(record.num_tokens, record.num_tokens_padded),
-                str(sampled),
-                "; ".join(_changes(record)),
+                f"{sampled}{errors}",
+                "; ".join(_changes(record, back)),
             ]
         )
     return f"{trace.name}: {len(trace.steps)} steps, {_runner(trace)}\n{plain_table(lines)}"
@@ -135,10 +139,12 @@ def steps_table(trace: Trace) -> str:
 
 def step_text(trace: Trace, number: int) -> str:
     """One step: what its plan asked, and the batch that was built."""
+    from conformance.figures.timeline import returns
+
     record = trace.steps[number]
     plan = [
         f"plan: {len(record.plan.num_scheduled_tokens)} requests, {record.plan.total_num_scheduled_tokens} tokens",
-        *_changes(record),
+        *_changes(record, returns(trace.steps[: number + 1])[-1]),
     ]
     shape = (
         f"batch: {_padded(record.num_reqs, record.num_reqs_padded)} requests, "
@@ -156,17 +162,19 @@ def _runner(trace: Trace) -> str:
     return next((s.runner for s in trace.steps if s.runner), "runner unknown")
 
 
-def _changes(record: StepRecord) -> list[str]:
-    """What a plan says beyond "go on"."""
+def _changes(record: StepRecord, back: Set[str]) -> list[str]:
+    """What a plan says beyond "go on". back: requests that it brings back from a preemption."""
     plan = record.plan
-    new = [
-        f"{n.req_id} ({plan.num_scheduled_tokens.get(n.req_id, 0)} of {len(n.prefill_token_ids)} tokens"
+    come = {
+        n.req_id: f"{n.req_id} ({plan.num_scheduled_tokens.get(n.req_id, 0)} of {len(n.prefill_token_ids)} tokens"
         + (f", {n.num_computed_tokens} computed before" if n.num_computed_tokens else "") + ")"
         for n in plan.scheduled_new_reqs
-    ]  # fmt: skip
+    }  # fmt: skip
+    resumed = sorted(back | plan.scheduled_cached_reqs.resumed_req_ids)
     drafts = [f"{r} {len(d)}" for r, d in plan.scheduled_spec_decode_tokens.items()]
     parts = {
-        "new": new, "resumed": sorted(plan.scheduled_cached_reqs.resumed_req_ids),
+        "new": [text for req_id, text in come.items() if req_id not in back],
+        "resumed": [come.get(req_id, req_id) for req_id in resumed],
         "preempted": sorted(plan.preempted_req_ids), "finished": sorted(plan.finished_req_ids), "drafts": drafts,
     }  # fmt: skip
     return [f"{what}: {', '.join(who)}" for what, who in parts.items() if who]
@@ -253,6 +261,11 @@ def _divergence(trace: Trace, args: argparse.Namespace) -> Any:
             field="--step",
             got=args.step,
             expected=f"0 to {len(other.steps) - 1}",
+        )
+    plans = [dict(t.steps[args.step].plan.num_scheduled_tokens) for t in (trace, other)]
+    if plans[0] != plans[1]:
+        raise ConfigError(
+            "the two recordings have other plans in this step", field="--against", got=plans[1], expected=plans[0]
         )
     names = figures.Names([*figures.requests_of(trace), *figures.requests_of(other)])
     return figures.divergence(

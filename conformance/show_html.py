@@ -13,9 +13,12 @@ from importlib.resources import files
 from typing import Any
 
 from conformance.figures import Names, timeline_data
+from conformance.figures.batch import lost_pointers, lost_text
+from conformance.figures.blocks import BlockCell, blocks_held
 from conformance.figures.holdings import Holdings
 from conformance.figures.ragged import block_size as told_block_size
 from conformance.figures.ragged import request_places, token_places
+from conformance.figures.rows import RowsPicture
 from runner_api import ConfigError, StepRecord, Trace
 from runner_api.constants import PAD_SLOT_ID
 
@@ -38,8 +41,9 @@ def trace_page(trace: Trace, *, start: int = 0) -> str:
 def page_data(trace: Trace) -> dict[str, Any]:
     """What the page's script reads; requests are told by their number in order of arrival.
 
-    requests: [{id, short, fill, line}]. steps: see `_step`. work: [step, request, kind, tokens, accepted, rejected];
-    lives: [request, [[first, last], …], [preempted at, …], end or null]; free: blocks after each step, or null.
+    requests: [{id, short, fill, line}]. steps: see `_step`. work: [step, request, kind, tokens, accepted, rejected,
+    sampled]; lives: [request, [[first, last], …], [preempted at, …], end or null]; free: blocks after each step, or
+    null.
     """
     picture = timeline_data(trace)
     names = Names(life.req_id for life in picture.lives)
@@ -51,7 +55,7 @@ def page_data(trace: Trace) -> dict[str, Any]:
             back.setdefault(work.step, set()).add(work.req_id)
     for number, record in enumerate(trace.steps):
         holdings.take(record)
-        steps.append(_step(record, holdings, names, back.get(number, set())))
+        steps.append(_step(record, holdings, names, back.get(number, set()), sizes))
     return {
         "name": trace.name,
         "runner": next((s.runner for s in trace.steps if s.runner), ""),
@@ -90,12 +94,16 @@ def _block_sizes(steps: Iterable[StepRecord]) -> list[int | None]:
     return sizes
 
 
-def _step(record: StepRecord, holdings: Holdings, names: Names, back: set[str]) -> dict[str, Any]:
-    """One step, as short as may be. back: requests that it brings back from a preemption.
+def _step(
+    record: StepRecord, holdings: Holdings, names: Names, back: set[str], sizes: list[int | None]
+) -> dict[str, Any]:
+    """One step, as short as may be. back: requests that it brings back from a preemption. sizes: of blocks, by group.
 
     plan: who comes, returns, leaves (request numbers; ids that the trace never shows are left out). ids, positions: of
-    the real tokens. slots: of each group, padding included. logits: logits_indices. requests: in batch order, [request
-    or -1, kind, row, start, end, seq_len, [sampled]]. tables: of all live ones, [request, seq_len, [blocks by group]].
+    the real tokens. slots: of each group, padding included. logits: logits_indices. lost: what points at no place of
+    the axis, as a text. requests: in batch order, [request or -1, kind, row, start, end, seq_len, [sampled], why it got
+    an error, what is wrong with its row]. tables: of all live ones, [request, seq_len, [blocks by group]]. cells: of
+    all blocks held or written, see `_cell`.
     """
     plan = record.plan
 
@@ -103,6 +111,9 @@ def _step(record: StepRecord, holdings: Holdings, names: Names, back: set[str]) 
         return sorted(names.number(r) for r in req_ids if r in names.order)
 
     tokens = token_places(record) if record.num_reqs else ()
+    places = request_places(record) if record.num_reqs else ()
+    rows = RowsPicture((), (), tuple(p.row for p in places))
+    cells = blocks_held(record, holdings, [size or 0 for size in sizes]).blocks
     return {
         "plan": {
             "new": numbers(n.req_id for n in plan.scheduled_new_reqs if n.req_id not in back),
@@ -117,6 +128,7 @@ def _step(record: StepRecord, holdings: Holdings, names: Names, back: set[str]) 
             [t.slots[g] if g < len(t.slots) else PAD_SLOT_ID for t in tokens] for g in range(len(record.slot_mappings))
         ],
         "logits": record.logits_indices.tolist(),
+        "lost": lost_text(*lost_pointers(record, len(tokens))) if record.num_reqs else "",
         "requests": [
             [
                 -1 if p.req_id is None else names.number(p.req_id),
@@ -126,8 +138,20 @@ def _step(record: StepRecord, holdings: Holdings, names: Names, back: set[str]) 
                 p.end,
                 p.seq_len,
                 list(p.sampled),
+                p.fault,
+                rows.fault(i),
             ]
-            for p in (request_places(record) if record.num_reqs else ())
+            for i, p in enumerate(places)
         ],
         "tables": [[names.number(r), h.seq_len, [list(g) for g in h.blocks]] for r, h in holdings.live.items()],
+        "cells": [_cell(c, names) for c in cells if c.owners or c.written],
     }
+
+
+def _cell(cell: BlockCell, names: Names) -> list[Any]:
+    """[block, slots, [[owner, slots that hold KV], …], [written], [written wrongly]], with no empty list at the end."""
+    owners = [[names.number(r), n] for r, n in zip(cell.owners, cell.filled, strict=True)]
+    parts: list[Any] = [cell.block, cell.size, owners, list(cell.written), list(cell.wrong)]
+    while len(parts) > 3 and not parts[-1]:
+        parts.pop()
+    return parts

@@ -24,7 +24,8 @@ FOREIGN_VARIABLES = {
     "OPENBLAS_NUM_THREADS": "threads of NumPy's matrix products; give each of several processes 1",
     "HYPOTHESIS_PROFILE": "how hard the generated tests look; `nightly` looks harder",
 }
-# Page: title, modules. What a module gives to others is its public names.
+# Page: title, modules (or a class, where the rest of its module is nobody's business). What a module gives to others is
+# its public names.
 API = {
     "contract": ("API: the contract", (
         "runner_api.protocol", "runner_api.config", "runner_api.plan", "runner_api.outputs", "runner_api.kv_cache",
@@ -49,10 +50,10 @@ API = {
         "conformance.adapters.vllm_recorder",
     )),
     "figures": ("API: pictures", (
-        "conformance.figures.batch", "conformance.figures.rows", "conformance.figures.blocks",
-        "conformance.figures.slots", "conformance.figures.timeline", "conformance.figures.sampling",
-        "conformance.figures.sampling_drawing", "conformance.figures.divergence", "conformance.figures.kill_matrix",
-        "conformance.figures.style",
+        "conformance.figures.look.Names", "conformance.figures.batch", "conformance.figures.rows",
+        "conformance.figures.blocks", "conformance.figures.slots", "conformance.figures.timeline",
+        "conformance.figures.sampling", "conformance.figures.sampling_drawing", "conformance.figures.divergence",
+        "conformance.figures.kill_matrix", "conformance.figures.style",
     )),
     "kernels": ("API: the kernel judge", (
         "conformance.triton_sanitizer.session", "conformance.triton_sanitizer.faults",

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from conformance import figures
-from conformance.mutants import MUTANTS
+from conformance.kill_matrix import run_matrix
+from conformance.mutants import KINDS, MUTANTS
 from conformance.mutation import mutated
 from conformance.recording import step_logits
 from runner_api import Trace, load_trace
@@ -71,6 +72,12 @@ def _stale_padding() -> Any:
     return figures.divergence(run_tutorial("cpu").steps[1], wrong, labels=("right", "wrong"))
 
 
+def _kill_matrix() -> Any:
+    """The first mutant of each kind, judged here and now."""
+    first = {m.kind: m for m in reversed(MUTANTS["cpu"]) if m.layout == "slots"}
+    return figures.kill_matrix(run_matrix("cpu", mutants=[first[k] for k in KINDS if k in first], jobs=1).as_json())
+
+
 def _sampling() -> Any:
     """A draw of the recording `sampling`, from the logits that were recorded with it."""
     import numpy as np
@@ -92,4 +99,5 @@ PICTURES: dict[str, Callable[[], Any]] = {
     "timeline": lambda: figures.timeline(load_trace(RECORDINGS / "preempt.jsonl")),
     "drafts": lambda: figures.timeline(load_trace(RECORDINGS / "eagle.jsonl")),
     "sampling": _sampling,
+    "kill_matrix": _kill_matrix,
 }

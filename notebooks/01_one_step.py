@@ -286,32 +286,41 @@ assert (np.arange(10) - starts[owner]).tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 2
 assert ragged.last_step().positions.tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 2]  # nothing was computed before
 
 # %% [markdown]
-# A prompt of 512 tokens beside three decodes makes 515 tokens in a row. Only four of them lead to a new token.
+# A prompt of 512 tokens beside three decodes makes 515 tokens in a row. Only four of them lead to a new token. The
+# step before gives the three their prompts, and so each a first token to decode from.
 
 # %%
 long_prompt = build(RunnerConfig(max_num_reqs=8, max_num_batched_tokens=1024, layout="slots"), 64)
-arrivals = [new("long", [i % 50 for i in range(512)], list(range(1, 33)))]
-arrivals += [new(f"D{i}", [1] * 20, [40 + 2 * i, 41 + 2 * i], computed=19) for i in range(3)]
-long_prompt.execute_model(plan(arrivals, {"long": 512, "D0": 1, "D1": 1, "D2": 1}))
+three = [new(f"D{i}", [1] * 19, [40 + 2 * i, 41 + 2 * i]) for i in range(3)]
+long_prompt.execute_model(plan(three, {"D0": 19, "D1": 19, "D2": 19}))
 long_prompt.sample_tokens()
-assert long_prompt.last_step().num_tokens == 515
-assert long_prompt.last_step().logits_indices.tolist() == [0, 1, 2, 514]
-figures.batch(long_prompt.last_step())
+arrival = new("long", [i % 50 for i in range(512)], list(range(1, 33)))
+going_on = CachedRequestData(["D0", "D1", "D2"], [19] * 3, [None] * 3)
+long_prompt.execute_model(plan([arrival], {"long": 512, "D0": 1, "D1": 1, "D2": 1}, going_on))
+long_prompt.sample_tokens()
+mixed = long_prompt.last_step()
+assert mixed.num_tokens == 515
+assert mixed.logits_indices.tolist() == [0, 1, 2, 514]
+assert [p.kind for p in figures.batch_data(mixed).requests] == ["decode", "decode", "decode", "prefill"]
+figures.batch(mixed)
 
 # %% [markdown]
 # ## Four long decodes
 #
 # Four requests decode one token each; 1000, 512, 37 and 2047 tokens of theirs have been computed. The batch is short
-# while the sequences are long: `query_start_loc` counts queries, `seq_lens` keys.
+# while the sequences are long: `query_start_loc` counts queries, `seq_lens` keys. In the step before each computes the
+# last token of its prompt, whose other tokens have their KV already, as after a hit in a prefix cache.
 
 # %%
 have = {"A": 1000, "B": 512, "C": 37, "D": 2047}
 long_runner = build(RunnerConfig(max_num_reqs=1024, max_model_len=8192, layout="dense"), num_blocks=300)
 free = iter(range(1, 300))
-arrivals = [
-    new(r, [1] * (n + 1), [next(free) for _ in range(n // 16 + 1)], computed=n) for r, n in have.items()
-]  # their KV is there already, as after a hit in a prefix cache
+arrivals = [new(r, [1] * n, [next(free) for _ in range(n // 16 + 1)], computed=n - 1) for r, n in have.items()]
 long_runner.execute_model(plan(arrivals, dict.fromkeys(have, 1)))
+long_runner.sample_tokens()
+sent_before = table_traffic(long_runner)["bytes_committed"]
+going_on = CachedRequestData(list(have), list(have.values()), [None] * 4)
+long_runner.execute_model(plan(counts=dict.fromkeys(have, 1), cached=going_on))
 long_runner.sample_tokens()
 long_step = long_runner.last_step()
 for name in ("query_start_loc", "positions", "seq_lens", "logits_indices"):
@@ -322,6 +331,7 @@ assert long_step.query_start_loc.tolist() == [0, 1, 2, 3, 4]
 assert long_step.positions.tolist() == [1000, 512, 37, 2047]
 assert long_step.seq_lens.tolist() == [1001, 513, 38, 2048]
 assert long_step.logits_indices.tolist() == [0, 1, 2, 3]
+assert {p.kind for p in figures.batch_data(long_step).requests} == {"decode"}
 assert (long_step.positions.dtype, long_step.query_start_loc.dtype, long_step.seq_lens.dtype) == ("i8", "i4", "i4")
 
 # %% [markdown]
@@ -331,7 +341,7 @@ assert (long_step.positions.dtype, long_step.query_start_loc.dtype, long_step.se
 
 # %%
 row_bytes = 8192 // 16 * np.dtype(np.int32).itemsize
-sent = table_traffic(long_runner)["bytes_committed"]
+sent = table_traffic(long_runner)["bytes_committed"] - sent_before
 print(f"a row: {row_bytes} bytes   the table: {1024 * row_bytes / 2**20} MiB   sent in this step: {sent / 2**10} KiB")
 assert row_bytes == 2048
 assert 1024 * row_bytes == 2 * 2**20
@@ -411,12 +421,11 @@ assert taken == [1023, 1023]
 
 # %%
 sizes = build(RunnerConfig(max_num_reqs=8, layout="slots"), 64)
-arrivals = [
-    new("chunk of 300", [1] * 400, list(range(1, 26))),
-    new("decode", [1] * 20, [26, 27], computed=19),
-    new("chunk of 12", [1] * 40, [28, 29, 30]),
-]
-sizes.execute_model(plan(arrivals, {"chunk of 300": 300, "decode": 1, "chunk of 12": 12}))
+sizes.execute_model(plan([new("decode", [1] * 19, [26, 27])], {"decode": 19}))
+sizes.sample_tokens()
+arrivals = [new("chunk of 300", [1] * 400, list(range(1, 26))), new("chunk of 12", [1] * 40, [28, 29, 30])]
+counts = {"chunk of 300": 300, "decode": 1, "chunk of 12": 12}
+sizes.execute_model(plan(arrivals, counts, CachedRequestData(["decode"], [19], [None])))
 sizes.sample_tokens()
 print(sizes.last_step().req_ids)
 assert sizes.last_step().req_ids == ("decode", "chunk of 12", "chunk of 300")

@@ -9,6 +9,8 @@
 # that belong to nobody. What stands in them is read all the same.
 
 # %%
+import dataclasses
+
 import numpy as np
 
 from conformance import figures
@@ -253,56 +255,97 @@ assert blocks_walked(middle) == {1, 2, 3}  # B's block 3, and A's blocks once mo
 # %% [markdown]
 # ### Token ids, positions, logits rows
 #
-# The record holds real tokens only, so these tails are looked at where they are made: in one stage, run alone, with
-# buffers in which an earlier step has left something.
+# The record holds real tokens only, so these tails are looked at where they are made: in two stages, run alone for the
+# middle step of the story, with buffers in which an earlier step has left something.
 
 # %%
-STALE = 151_000  # a token id of a larger vocabulary, a position beyond the rotary table
+STALE = 151_000  # a token id of a larger vocabulary, a position beyond the rotary table, a row of a larger batch
 
 
 def tails(factory):
-    """One request with one token, in buffers of eight; what stands behind it afterwards."""
+    """A's one token in buffers of four: the record of the middle step, with what stands behind the token."""
     stages, one = load_stages(factory), np.array([1, 0, 0, 0], np.int32)
     placed = stages.run(
-        "prepare_pos_seq_lens", idx_mapping=np.arange(4), query_start_loc=np.array([0, 1, 1, 1, 1], np.int32),
-        num_computed_tokens=5 * one, num_reqs=1, positions=np.full(8, STALE), seq_lens=np.full(4, STALE, np.int32),
+        "prepare_pos_seq_lens", idx_mapping=np.arange(4), query_start_loc=alone.query_start_loc,
+        num_computed_tokens=5 * one, num_reqs=1, positions=np.full(4, STALE), seq_lens=np.full(4, STALE, np.int32),
     )  # fmt: skip
     filled = stages.run(
-        "combine_sampled_and_draft_tokens", idx_mapping=np.arange(4),
-        query_start_loc=np.array([0, 1, 1, 1, 1], np.int32), seq_lens=placed["seq_lens"], prefill_len=5 * one,
-        last_sampled_tokens=np.array([43, 0, 0, 0]), draft_tokens=np.zeros((4, 0), np.int64),
-        cu_num_logits=np.array([0, 1, 1, 1, 1], np.int32), num_reqs=1,
-        input_ids=np.full(8, STALE, np.int32), logits_indices=np.full(4, STALE),
+        "combine_sampled_and_draft_tokens", idx_mapping=np.arange(4), query_start_loc=alone.query_start_loc,
+        seq_lens=placed["seq_lens"], prefill_len=5 * one, last_sampled_tokens=int(alone.input_ids[0]) * one,
+        draft_tokens=np.zeros((4, 0), np.int64), cu_num_logits=np.array([0, 1, 1, 1, 1], np.int32), num_reqs=1,
+        input_ids=np.full(4, STALE, np.int32), logits_indices=np.full(4, STALE),
     )  # fmt: skip
-    return {"positions": placed["positions"], **filled}
+    return dataclasses.replace(
+        alone, positions=placed["positions"], input_ids=filled["input_ids"], logits_indices=filled["logits_indices"]
+    )
+
+
+def stale(name):
+    mutant = K4[name]
+    with mutated("cpu", mutant.path, mutant.old, mutant.new) as copy:
+        return tails(copy.factory)
 
 
 clean = tails("cpu")
-for field, name in (
-    ("positions", "positions-tail-stale"), ("input_ids", "input-ids-tail-stale"),
-    ("logits_indices", "logits-indices-tail-stale"),
-):  # fmt: skip
-    mutant = K4[name]
-    with mutated("cpu", mutant.path, mutant.old, mutant.new) as copy:
-        stale = tails(copy.factory)[field]
-    print(f"{field:15} {clean[field].tolist()}\n{name:>26} {stale.tolist()}")
-    assert (clean[field][1:] == 0).all()
-    assert (stale[1:] == STALE).all()
-    assert stale[0] == clean[field][0]
+for field in ("input_ids", "positions", "logits_indices"):
+    values = getattr(clean, field)
+    assert values[0] == getattr(alone, field)[0]
+    assert (values[1:] == 0).all()
+
+
+def differing(record):
+    return {f.name: f.different for f in figures.divergence_data(clean, record).different}
+
 
 # %% [markdown]
-# An embedding with 64 entries cannot look up token 151000. NumPy says so; a GPU reads whatever lies there, or stops
-# the whole process.
+# An embedding cannot look up token 151000 if it has 64 entries:
+
+# %%
+stale_ids = stale("input-ids-tail-stale")
+assert differing(stale_ids) == {"input_ids": 3}
+figures.divergence(clean, stale_ids, labels=("clean", "stale"), names=names)
+
+# %% [markdown]
+# A rotary table ends at the longest sequence that the model allows, here 16 tokens:
+
+# %%
+stale_positions = stale("positions-tail-stale")
+assert differing(stale_positions) == {"positions": 3}
+figures.divergence(clean, stale_positions, labels=("clean", "stale"), names=names)
+
+# %% [markdown]
+# And the last layer's output has as many rows as the batch has tokens, so that a gather of four rows leaves it:
+
+# %%
+stale_rows = stale("logits-indices-tail-stale")
+assert differing(stale_rows) == {"logits_indices": 3}
+figures.divergence(clean, stale_rows, labels=("clean", "stale"), names=names)
+
+# %% [markdown]
+# NumPy says so when the step looks these values up. A GPU reads whatever lies there, or stops the whole process.
 
 # %%
 embedding = np.zeros((64, 2))
-embedding[clean["input_ids"]]
-try:
-    embedding[np.where(clean["input_ids"] == 0, STALE, 43)]
-except IndexError as error:
-    print(error)
-else:
+cosines = np.cos(np.arange(16)[:, None] / 10_000 ** np.array([0.0, 0.5]))
+hidden = embedding[clean.input_ids] * cosines[clean.positions]  # four rows, and no harm done by the padding
+assert hidden[clean.logits_indices].shape == (4, 2)
+
+
+def refused(table, index):
+    try:
+        table[index]
+    except IndexError as error:
+        return str(error)
     raise AssertionError("the lookup went through")
+
+
+for what, table, index in (
+    ("embedding[input_ids]", embedding, stale_ids.input_ids),
+    ("cosines[positions]", cosines, stale_positions.positions),
+    ("hidden[logits_indices]", hidden, stale_rows.logits_indices),
+):
+    print(f"{what:24}{refused(table, index)}")
+    assert "index 151000 is out of bounds" in refused(table, index)
 
 # %% [markdown]
 # ## What to take home

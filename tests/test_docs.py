@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import posixpath
 import re
 import shlex
@@ -250,8 +251,22 @@ def test_the_page_of_variables_has_all_of_ours() -> None:
 def test_the_api_pages_name_modules_that_are_there() -> None:
     for _, modules in generated.API.values():
         for name in modules:
+            parent, _, last = name.rpartition(".")
+            if last[0].isupper():
+                assert inspect.isclass(getattr(importlib.import_module(parent), last)), name
+                continue
             place = ROOT.joinpath(*name.split("."))
             assert place.with_suffix(".py").is_file() or (place / "__init__.py").is_file(), name
+
+
+def test_the_page_of_pictures_has_every_name_that_figures_gives() -> None:
+    """As functions of modules on the page, or as the class that the page names."""
+    from conformance import figures
+
+    _, modules = generated.API["figures"]
+    for name in figures.__all__:
+        value = getattr(figures, name)
+        assert {value.__module__, f"{value.__module__}.{value.__qualname__}"} & set(modules), name
 
 
 def test_a_fields_comment_is_its_docstring() -> None:

@@ -71,6 +71,20 @@ def test_links_lead_to_files(path):
     assert not missing
 
 
+def test_the_second_draws_every_field_of_the_padding():
+    """Each tail that is not neutral as a picture of its own: whatever else the cell does, it ends in one."""
+    code = [text for kind, text in percent_cells(SOURCES[1].read_text(encoding="utf-8")) if kind == "code"]
+    drawn = [i for i, text in enumerate(code) if text.splitlines()[-1].startswith("figures.divergence(")]
+    fields = {
+        "slots": "slot-tail-stale", "query_start_loc": "query-start-tail-padded", "seq_lens": "seq-lens-tail-stale",
+        "block tables": "dirty-rows-forgotten", "token ids": "input-ids-tail-stale",
+        "positions": "positions-tail-stale", "logits_indices": "logits-indices-tail-stale",
+    }  # fmt: skip
+    for field, mutant in fields.items():
+        assert any(f'("{mutant}")' in code[i] for i in drawn), field
+    assert len(drawn) == len(fields)
+
+
 # -- notebooks/run.py -----------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ for logits (`logits_indices`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,10 +51,16 @@ def batch_data(record: StepRecord, *, max_tokens: int = MAX_TOKENS) -> BatchPict
         drawn = tuple(_is_corner(tokens, i) for i in range(len(tokens)))
         if sum(drawn) > MAX_COLUMNS:
             drawn = tuple(_is_end(tokens, i) for i in range(len(tokens)))
-    n = len(tokens)
-    lost_logits = tuple((r, i) for r, i in enumerate(record.logits_indices.tolist()) if not 0 <= i < n)
-    lost_starts = tuple((k, i) for k, i in enumerate(record.query_start_loc.tolist()) if not 0 <= i <= n)
-    return BatchPicture(tokens, request_places(record), drawn, lost_logits, lost_starts)
+    return BatchPicture(tokens, request_places(record), drawn, *lost_pointers(record, len(tokens)))
+
+
+def lost_pointers(record: StepRecord, places: int) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+    """`lost_logits` and `lost_starts` of a BatchPicture whose axis has so many places."""
+    logits, starts = record.logits_indices.tolist(), record.query_start_loc.tolist()
+    return (
+        tuple((row, i) for row, i in enumerate(logits) if not 0 <= i < places),
+        tuple((k, i) for k, i in enumerate(starts) if not 0 <= i <= places),
+    )
 
 
 def _is_end(tokens: tuple[TokenPlace, ...], i: int) -> bool:
@@ -92,7 +99,7 @@ def batch(record: StepRecord, *, names: Names | None = None, max_tokens: int = M
     )
     if not all(data.drawn):
         sheet.note(_left_out(data))
-    sheet.note(_lost(data), VERMILION)
+    sheet.note(lost_text(data.lost_logits, data.lost_starts), VERMILION)
     sheet.down(0.06)
     groups = len(record.slot_mappings)
     rows = [
@@ -114,10 +121,10 @@ def _left_out(data: BatchPicture) -> str:
     return "+n …: n more tokens of the request, at consecutive positions; their slots are not drawn (see `slots`)."
 
 
-def _lost(data: BatchPicture) -> str:
+def lost_text(logits: Sequence[tuple[int, int]], starts: Sequence[tuple[int, int]]) -> str:
     """What points at no place of the axis; empty where nothing does."""
-    lost = [f"▲{row} at {i}" for row, i in data.lost_logits]
-    lost += [f"query_start_loc[{k}] = {i}" for k, i in data.lost_starts]
+    lost = [f"▲{row} at {i}" for row, i in logits]
+    lost += [f"query_start_loc[{k}] = {i}" for k, i in starts]
     more = f", and {len(lost) - MAX_LOST} more" if len(lost) > MAX_LOST else ""
     return f"Not on the axis: {', '.join(lost[:MAX_LOST])}{more}." if lost else ""
 
@@ -155,14 +162,17 @@ def _draw_requests(sheet: Sheet, record: StepRecord, requests: tuple[RequestPlac
     columns = []
     for p in requests:
         kind = {"drafts": f"d+{p.end - p.start - 1}", "decode": "dec", "prefill": f"p {p.end - p.start}"}
-        sampled = ("none" if not p.sampled else " ".join(map(str, p.sampled))) if p.req_id else ""
+        sampled = (p.fault or " ".join(map(str, p.sampled)) or "none") if p.req_id else ""
         texts = (
             str(p.index), kind.get(p.kind, ""), "" if p.row is None else str(p.row), str(p.start), str(p.seq_len),
             sampled,
         )  # fmt: skip
         run = p.req_id if p.req_id is not None else ""
-        columns.append(Column(texts, run, names.short(p.req_id) if run else "pad", p.req_id, not run))
+        wrong = frozenset({len(texts) - 1} if p.fault else ())
+        columns.append(Column(texts, run, names.short(p.req_id) if run else "pad", p.req_id, not run, wrong=wrong))
     draw_strip(sheet, rows, columns, names)
+    if any(p.fault for p in requests):
+        sheet.note("Framed: an error and no token. The logits held a NaN, or left no token to draw.", VERMILION)
     end = f" query_start_loc ends at {int(record.query_start_loc[-1])}." if len(record.query_start_loc) else ""
     sheet.note(
         "dec: one token (an answer's, or the last of a prompt); d+n: an answer's token and n drafts; p n: n tokens of "

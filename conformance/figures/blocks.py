@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from conformance.figures.holdings import follow
+from conformance.figures.holdings import Holdings, follow
 from conformance.figures.look import CELL, FAINT, GREY, INK, PALE, SMALL, VERMILION, Names
 from conformance.figures.ragged import block_size as told_block_size
 from conformance.figures.ragged import token_places
-from conformance.figures.sheet import Sheet, text_width
+from conformance.figures.sheet import BOLD, Sheet, text_width
 from runner_api import StepRecord
 from runner_api.constants import NULL_BLOCK_ID
 
@@ -36,14 +36,16 @@ class TableLine:
 class BlockCell:
     """One block. owners: requests whose table holds it, in the order of the tables; none: free (0: the null block).
 
-    filled: how many of its slots hold KV of the owners. written: offsets that this step writes, ascending. wrong: those
-    of them that a request without the block in its table writes, or padding, or two tokens. drawn: False where the
-    picture leaves it out.
+    size: its slots (0: not known); of groups of several sizes, that of the one which writes it, else of its last owner.
+    filled: for each owner, how many of them hold KV by its own length. written: offsets that this step writes,
+    ascending. wrong: those of them that a request without the block in its table writes, or padding, or two tokens.
+    drawn: False where the picture leaves it out.
     """
 
     block: int
     owners: tuple[str, ...]
-    filled: int
+    size: int
+    filled: tuple[int, ...]
     written: tuple[int, ...]
     wrong: tuple[int, ...] = ()
     drawn: bool = True
@@ -76,15 +78,22 @@ def blocks_data(
     steps = [records] if isinstance(records, StepRecord) else records
     groups = max((len(h.blocks) for h in holdings.live.values()), default=0)
     sizes = tuple(block_size or _told(steps, g) for g in range(groups))
+    return blocks_held(record, holdings, sizes, num_blocks)
+
+
+def blocks_held(
+    record: StepRecord, holdings: Holdings, sizes: Sequence[int], num_blocks: int | None = None
+) -> BlocksPicture:
+    """The same for whoever follows the steps himself. sizes: of the blocks of each group, 0 where it is not known."""
     order = [*record.req_ids, *(r for r in holdings.live if r not in record.req_ids)]
     tables = tuple(
         TableLine(r, g, holdings.live[r].blocks[g], holdings.live[r].seq_len, r in record.req_ids)
-        for g in range(groups)
+        for g in range(len(sizes))
         for r in order
         if g < len(holdings.live[r].blocks)
     )
-    cells, free = _cells(record, tables, sizes, num_blocks)
-    return BlocksPicture(sizes, tables, cells, num_blocks is not None, free)
+    cells, free = _cells(record, tables, tuple(sizes), num_blocks)
+    return BlocksPicture(tuple(sizes), tables, cells, num_blocks is not None, free)
 
 
 def _told(steps: Sequence[StepRecord], group: int) -> int:
@@ -100,43 +109,48 @@ def _cells(
 
     What is written may be anything, so that it never tells how large the cache is.
     """
-    owners: dict[int, list[str]] = {}
-    filled: dict[int, int] = {}
+    filled: dict[int, dict[str, int]] = {}  # by block, then by owner
+    size_of: dict[int, int] = {}
     for line in tables:
         size = sizes[line.group]
         for n, block in enumerate(line.blocks):
             if block != NULL_BLOCK_ID:
-                owners.setdefault(block, []).append(line.req_id)
-                filled[block] = max(filled.get(block, 0), min(max(line.seq_len - n * size, 0), size))
-    written, wrong = _writes(record, tables, sizes)
-    total = max([NULL_BLOCK_ID, *owners]) + 1 if num_blocks is None else num_blocks
-    met = {*owners, *written}
+                size_of[block] = size
+                mine = filled.setdefault(block, {})
+                mine[line.req_id] = max(mine.get(line.req_id, 0), min(max(line.seq_len - n * size, 0), size))
+    written, wrong, written_size = _writes(record, tables, sizes)
+    size_of |= written_size
+    total = max([NULL_BLOCK_ID, *filled]) + 1 if num_blocks is None else num_blocks
+    met = {*filled, *written}
     everything = met | set(range(total)) if total <= MAX_FREE else met
     cells = []
-    for k, block in enumerate(sorted(everything, key=lambda b: (b not in written, b not in owners, b))):
-        names = tuple(dict.fromkeys(owners.get(block, ())))
+    for k, block in enumerate(sorted(everything, key=lambda b: (b not in written, b not in filled, b))):
+        mine, size = filled.get(block, {}), size_of.get(block, max(sizes, default=0))
         offsets, bad = (tuple(sorted(found.get(block, ()))) for found in (written, wrong))
-        cells.append(BlockCell(block, names, filled.get(block, 0), offsets, bad, k < MAX_BLOCKS))
+        counts = tuple(min(count, size) for count in mine.values())
+        cells.append(BlockCell(block, tuple(mine), size, counts, offsets, bad, k < MAX_BLOCKS))
     free = total - sum(0 <= b < total for b in everything)
     return tuple(sorted(cells, key=lambda c: c.block)), free
 
 
 def _writes(
     record: StepRecord, tables: tuple[TableLine, ...], sizes: tuple[int, ...]
-) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
-    """Offsets that the step writes, by block; and those of them that are wrong (see BlockCell)."""
+) -> tuple[dict[int, set[int]], dict[int, set[int]], dict[int, int]]:
+    """Offsets that the step writes, by block; those of them that are wrong (see BlockCell); and sizes of the blocks."""
     holds = {(line.group, line.req_id, block) for line in tables for block in line.blocks if block != NULL_BLOCK_ID}
     written: dict[int, set[int]] = {}
     wrong: dict[int, set[int]] = {}
+    size_of: dict[int, int] = {}
     for place in token_places(record) if record.num_reqs else ():
         for g, (size, slot) in enumerate(zip(sizes, place.slots, strict=False)):
-            if slot < 0:
+            if slot < 0 or not size:
                 continue
             block, offset = divmod(slot, size)
+            size_of[block] = max(size, size_of.get(block, 0))
             if (g, place.req_id, block) not in holds or offset in written.get(block, ()):
                 wrong.setdefault(block, set()).add(offset)
             written.setdefault(block, set()).add(offset)
-    return written, wrong
+    return written, wrong, size_of
 
 
 def blocks(
@@ -231,14 +245,14 @@ def _draw_cache(sheet: Sheet, data: BlocksPicture, names: Names) -> None:
     heading = "The cache, block by block" if data.complete else "The cache, up to the highest block held"
     sheet.label(0.15, sheet.height, heading, align="left", bold=True)
     sheet.down(0.12)
-    texts = max((text_width(f"{c.block} {_owner(c, names)}", SMALL) for c in cells), default=0)
-    width, height = max(0.6, texts + 0.06), 0.34
+    texts = (text_width(f"{c.block} ", SMALL) + BOLD * text_width(_owner(c, names), SMALL) for c in cells)
+    width, height = max(0.6, max(texts, default=0) + 0.06), 0.34
     per_line = int((sheet.width - 0.3) / width)
     top = sheet.height
     for k, cell in enumerate(cells):
         _draw_block(
             sheet, cell, 0.15 + (k % per_line) * width, top + (k // per_line) * height, width - 0.06, height - 0.07,
-            max(data.block_size, default=1), names,
+            names,
         )  # fmt: skip
     sheet.height = top + -(-len(cells) // per_line) * height + 0.05
     if any(len(c.owners) > 1 for c in cells):
@@ -264,21 +278,20 @@ def _owner(cell: BlockCell, names: Names) -> str:
 
 
 def _draw_block(
-    sheet: Sheet, cell: BlockCell, x: float, y: float, width: float, height: float, size: int, names: Names
+    sheet: Sheet, cell: BlockCell, x: float, y: float, width: float, height: float, names: Names
 ) -> None:  # fmt: skip
+    size = max(cell.size, 1)
     # 1 the name above, the slots below
     bar = 0.11
-    text = f"{cell.block} {_owner(cell, names)}".strip()
-    sheet.label(
-        x + 0.02, y + (height - bar) / 2, text, align="left", size=SMALL,
-        colour=INK if cell.owners or cell.wrong else GREY,
-    )  # fmt: skip
+    middle = y + (height - bar) / 2
+    sheet.label(x + 0.02, middle, str(cell.block), align="left", size=SMALL, colour=GREY)
+    sheet.label(x + width - 0.02, middle, _owner(cell, names), align="right", size=SMALL, bold=bool(cell.owners))
     low = y + height - bar
     sheet.box(x, low, width, bar, fill=FAINT)
     # 2 as far as it is full, one stripe for each owner
-    for k, owner in enumerate(cell.owners):
+    for k, (owner, filled) in enumerate(zip(cell.owners, cell.filled, strict=True)):
         part = bar / len(cell.owners)
-        sheet.box(x, low + k * part, width * cell.filled / size, part, fill=names.fill(owner))
+        sheet.box(x, low + k * part, width * filled / size, part, fill=names.fill(owner))
     sheet.box(x, y, width, height, edge=names.stroke(cell.owners[0]) if cell.owners else PALE, line=0.8)
     # 3 what this step writes
     right = tuple(offset for offset in cell.written if offset not in cell.wrong)

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from conformance.comparison import SIZE_FIELDS, TOKEN_FIELDS, compare_field, owner_of
-from conformance.figures.look import Names
+from conformance.comparison import BOUNDARY_FIELDS, LOGITS_FIELDS, SIZE_FIELDS, TOKEN_FIELDS, compare_field, owner_of
+from conformance.figures.look import VERMILION, Names
 from conformance.figures.sheet import Sheet
 from conformance.figures.strip import Column, Row, draw_strip, gap
 from runner_api import INTEGER_FIELDS, ConfigError, StepRecord
@@ -19,7 +19,11 @@ DRAWN = "token_ids"
 FIELDS = (*sorted(SIZE_FIELDS), *INTEGER_FIELDS, DRAWN)
 # Fields whose first index is the KV cache group.
 GROUPED = ("block_tables", "slot_mappings")
-PADDED = ("seq_lens", "slot_mappings", "block_tables")
+# What an index counts, where it is not the request alone, or the token, or the row of the logits.
+AXES = {
+    "slot_mappings": ("group", "token"), "block_tables": ("group", "request", "block of its table"),
+    "token_ids": ("request", "token it drew"), "draft_token_ids": ("request", "draft"), "positions": ("axis", "token"),
+}  # fmt: skip
 # Elements shown of a field: those that differ, and what stands in front of the first and of each later one.
 SHOWN, LEAD, LATER_LEAD = 16, 4, 1
 
@@ -28,8 +32,8 @@ SHOWN, LEAD, LATER_LEAD = 16, 4, 1
 class PairCell:
     """One element. left, right: None where that side has none. req_id, position: whose it is, where the index tells.
 
-    padding: it lies behind the last token or request of both. left_out: elements not shown between the cell in front
-    and this one.
+    padding: it lies behind the last token, request or logits row of both. left_out: elements not shown between the
+    cell in front and this one.
     """
 
     index: tuple[int, ...]
@@ -54,11 +58,15 @@ class FieldPair:
 
 @dataclass(frozen=True, slots=True)
 class DivergencePicture:
-    """different: in the order in which a step computes them: the first is where it starts. equal: the others."""
+    """different: in the order in which a step computes them: the first is where it starts. equal: the others.
+
+    reordered: both batches hold the same requests, in another order; they are compared place by place all the same.
+    """
 
     different: tuple[FieldPair, ...]
     equal: tuple[str, ...]
     elements: int
+    reordered: bool = False
 
 
 def divergence_data(left: StepRecord, right: StepRecord) -> DivergencePicture:
@@ -74,7 +82,8 @@ def divergence_data(left: StepRecord, right: StepRecord) -> DivergencePicture:
             equal.append(name)
     if left.num_reqs == right.num_reqs == 0:
         raise ConfigError("two steps without tokens: there is nothing to compare", field="records")
-    return DivergencePicture(tuple(different), tuple(equal), elements)
+    reordered = left.req_ids != right.req_ids and sorted(left.req_ids) == sorted(right.req_ids)
+    return DivergencePicture(tuple(different), tuple(equal), elements, reordered)
 
 
 def _counts(name: str, cells: list[PairCell], left: StepRecord, right: StepRecord) -> tuple[int, int]:
@@ -95,17 +104,33 @@ def _cells(name: str, left: StepRecord, right: StepRecord) -> list[PairCell]:
         wide = {index[:2] for index in b}
         padding = {index for index in a if index[1] >= left.num_reqs and index[:2] in wide and index not in b}
         a = {index: value for index, value in a.items() if index not in padding}
-    last = max(left.num_tokens, right.num_tokens) if name in TOKEN_FIELDS else max(left.num_reqs, right.num_reqs)
+    last, end = _last(name, left, right)
     cells = []
     for index in sorted(a.keys() | b.keys()):
         x, y = a.get(index), b.get(index)
-        place = index[1 if name in GROUPED else 0] if index and name in PADDED else -1
-        cells.append(
-            PairCell(
-                index, x, y, index not in a or index not in b or x != y, *owner_of(name, index, left), place >= last
-            )
-        )
+        owner = owner_of(name, index, left)
+        place = index[_axis(name, index)] if index else -1
+        if name in BOUNDARY_FIELDS:  # entry i is where request i begins
+            owner = (left.req_ids[place] if place < len(left.req_ids) else None, None)
+        differs = index not in a or index not in b or x != y
+        cells.append(PairCell(index, x, y, differs, *owner, last <= place and place != end))
     return cells
+
+
+def _axis(name: str, index: tuple[int, ...]) -> int:
+    """Which part of the index counts tokens, requests or logits rows."""
+    return len(index) - 1 if name in TOKEN_FIELDS else int(name == "block_tables")
+
+
+def _last(name: str, left: StepRecord, right: StepRecord) -> tuple[int, int]:
+    """Where the padding of a field begins, and which entry only says where the last one ends (-1: none does)."""
+    both = (left, right)
+    if name in TOKEN_FIELDS:
+        return max(r.num_tokens for r in both), -1
+    if name in LOGITS_FIELDS:
+        return max((int(r.cu_num_logits[-1]) for r in both if len(r.cu_num_logits)), default=0), -1
+    end = max(len(getattr(r, name)) for r in both) - 1 if name in BOUNDARY_FIELDS else -1
+    return max(r.num_reqs for r in both), end
 
 
 def _window(cells: list[PairCell]) -> tuple[PairCell, ...]:
@@ -161,34 +186,52 @@ def divergence(
         sheet.down(0.1)
         return render(sheet)
     first = data.different[0]
+    gaps = "; +n: n equal ones" if any(c.left_out for f in data.different for c in f.cells) else ""
     sheet.title(
         f"Where the two records differ: first in {first.name}",
-        f"Fields in the order in which a step computes them. {labels[0]} above, {labels[1]} below; differing cells are "
-        f"framed. {_equal(data.equal)}.",
+        f"Fields in the order in which a step computes them: {labels[0]} above, {labels[1]} below. Differing cells are "
+        f"framed{gaps}. {_equal(data.equal)}.",
     )
+    if data.reordered:
+        sheet.note(
+            "The two batches hold the same requests in another order. Cells are compared place by place, so that most "
+            f"of them differ; names are those of the upper record ({labels[0]}).",
+            VERMILION,
+        )
     rows = [Row("index", "index"), Row(labels[0]), Row(labels[1])]
     for field in data.different:
         one_group = field.name in GROUPED and all(c.index[0] == 0 for c in field.cells)
         sheet.down(0.1)
         told = sum(c.differs for c in field.cells)
         more = f", {told} of them here" if told < field.different else ""
-        text = f"{field.name}: {field.different} of {field.different + field.equal} elements differ{more}"
+        text = (
+            f"{field.name}{_axes(field, one_group)}: {field.different} of {field.different + field.equal} elements "
+            f"differ{more}"
+        )
         sheet.label(0.15, sheet.height, text, align="left", bold=True)
         sheet.down(0.12)
-        draw_strip(sheet, rows, [x for c in field.cells for x in _columns(c, names, one_group)], names)
+        nobody = "end" if field.name in BOUNDARY_FIELDS else ""
+        draw_strip(sheet, rows, [x for c in field.cells for x in _columns(c, names, one_group, nobody)], names)
     sheet.note(names.legend([*left.req_ids, *right.req_ids]))
     sheet.down(0.1)
     return render(sheet)
 
 
-def _columns(cell: PairCell, names: Names, one_group: bool) -> list[Column]:
-    """The cell, and in front of it a gap where elements are left out."""
+def _axes(field: FieldPair, one_group: bool) -> str:
+    """What the parts of its index count, where there are several."""
+    length = len(field.cells[0].index) - one_group
+    axes = AXES.get(field.name, ("request", "column"))[one_group:]
+    return f" by {', '.join(axes)}" if 1 < length == len(axes) else ""
+
+
+def _columns(cell: PairCell, names: Names, one_group: bool, nobody: str) -> list[Column]:
+    """The cell, and in front of it a gap where elements are left out. nobody: label of what belongs to no request."""
 
     def say(value: Any) -> str:
         return "none" if value is None else (names.short(value) if isinstance(value, str) else str(value))
 
     texts = (",".join(map(str, cell.index[one_group:])), say(cell.left), say(cell.right))
     wrong = frozenset({1, 2}) if cell.differs else frozenset()
-    label = "pad" if cell.padding else names.short(cell.req_id)
+    label = "pad" if cell.padding else names.short(cell.req_id) or nobody
     column = Column(texts, cell.req_id or "", label, cell.req_id, cell.padding, wrong=wrong)
     return [gap(cell.left_out, Column(texts, "gap", ""))] * bool(cell.left_out) + [column]

@@ -71,7 +71,7 @@ def kill_matrix(matrix: Mapping[str, Any]) -> Any:
     total = len(data.lines)
     sheet.title(
         f"{data.killed} of {total} mutants of {data.runner} killed",
-        "A number says how many clauses of that area noticed the mutant; darker is more. Survivors are red.",
+        "A number says how many clauses of that area noticed the mutant; darker is more. Survivors are orange.",
     )
     name = max(text_width(line.mutant, SMALL) * 0.95 for line in data.lines) + 0.1
     columns = num_columns(total, len(data.areas), name, sheet.width - 0.3)
@@ -82,11 +82,13 @@ def kill_matrix(matrix: Mapping[str, Any]) -> Any:
     top = sheet.height + heads
     for k in range(columns):
         x = 0.15 + k * panel + name
-        for a, area in enumerate(data.areas):
-            sheet.label(x + (a + 0.5) * cell, top - 0.05, area, size=SMALL, turned=True)
         for n, line in enumerate(data.lines[k * per_column : (k + 1) * per_column]):
-            _draw_mutant(sheet, line, x, top + n * LINE, cell)
-    sheet.height = top + per_column * LINE + 0.15
+            y = top + n * LINE + n // ONE_COLUMN * heads
+            if n % ONE_COLUMN == 0:  # again and again: nobody sees the heads of a picture of many pages
+                for a, area in enumerate(data.areas):
+                    sheet.label(x + (a + 0.5) * cell, y - 0.05, area, size=SMALL, turned=True)
+            _draw_mutant(sheet, line, x, y, cell)
+    sheet.height = top + per_column * LINE + (per_column - 1) // ONE_COLUMN * heads + 0.15
     return render(sheet)
 
 

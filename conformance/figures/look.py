@@ -47,12 +47,15 @@ class Names:
         self._short = short_names(self.order)
 
     def number(self, req_id: str) -> int:
+        """Which request it is, from 0, in the order of their ids here."""
         return self._number[req_id]
 
     def short(self, req_id: str | None) -> str:
+        """Its name in a cell; empty for nobody."""
         return "" if req_id is None else self._short[req_id]
 
     def hue(self, req_id: str | None) -> str:
+        """Its colour as "#rrggbb"; grey for nobody."""
         return PALE if req_id is None else hue(self._number[req_id])
 
     def stroke(self, req_id: str | None) -> str:
@@ -60,7 +63,7 @@ class Names:
         return DARK_YELLOW if self.hue(req_id) == YELLOW else self.hue(req_id)
 
     def fill(self, req_id: str | None) -> str:
-        """Every second round of the hues is lighter, so that few neighbours look the same."""
+        """The colour of its cells. Every second round of the hues is lighter, so that few neighbours look the same."""
         if req_id is None:
             return FAINT
         return tint(self.hue(req_id), 0.28 if self._number[req_id] // len(HUES) % 2 else 0.5)

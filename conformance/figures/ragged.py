@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from conformance.report import fault_of
 from runner_api import ConfigError, StepRecord
 from runner_api.constants import PAD_SLOT_ID
 
@@ -45,7 +46,7 @@ class RequestPlace:
     chunks, one record cannot tell.
 
     kind: "decode", "drafts", "prefill" or "padding". row: its persistent row. start, end: its tokens on the flat axis.
-    sampled: the tokens that it took.
+    sampled: the tokens that it took. fault: why it got an error in their place, empty where it did not.
     """
 
     index: int
@@ -56,6 +57,7 @@ class RequestPlace:
     end: int
     seq_len: int
     sampled: tuple[int, ...] = ()
+    fault: str = ""
 
 
 def need_tokens(record: StepRecord) -> None:
@@ -106,8 +108,11 @@ def request_places(record: StepRecord) -> tuple[RequestPlace, ...]:
         req_id = record.req_ids[i]
         row = int(record.idx_mapping[i]) if i < len(record.idx_mapping) else None
         places.append(
-            RequestPlace(i, req_id, _kind(record, req_id, end - start), row, start, end, seq_len, tokens[req_id])
-        )
+            RequestPlace(
+                i, req_id, _kind(record, req_id, end - start), row, start, end, seq_len, tokens[req_id],
+                fault_of(record, i),
+            )
+        )  # fmt: skip
     return tuple(places)
 
 

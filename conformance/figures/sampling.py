@@ -18,6 +18,7 @@ from conformance.exact_rows import Arithmetic, ExactRows, KnownRequest, RowProce
 from conformance.keep_sets import Row, keep_sets
 from conformance.noise import gumbel_noise
 from conformance.replay_layout import plans_for
+from conformance.report import fault_of
 from runner_api import (
     ConfigError,
     GrammarOutput,
@@ -98,7 +99,8 @@ def sampling_data(
     request's logits rows (one for each draft, and one). noise: the scheme that the runner draws by. grammar, reasoning:
     as the runner had them, where the request uses them.
 
-    Raises UnknownNameError for a request that the step does not hold, ConfigError for what is not known of it.
+    Raises UnknownNameError for a request that the step does not hold, ConfigError for what is not known of it, for one
+    that asks something of custom logits processors (extra_args), and for a row that gave it no token.
     """
     steps = [records] if isinstance(records, StepRecord) else list(records)
     if not steps:
@@ -109,6 +111,7 @@ def sampling_data(
     known = request or _known(steps, req_id)
     _check(known.params, grammar, reasoning)
     one, values = _one_request(record, req_id, logits, row)
+    _check_drawn(record, req_id, row)
     arithmetic = Arithmetic.of("float32")
     processor = RowProcessor(load_stages("cpu"), arithmetic, reasoning)
 
@@ -160,6 +163,10 @@ def _known(steps: Sequence[StepRecord], req_id: str) -> KnownRequest:
 
 
 def _check(params: SamplingParams, grammar: GrammarOutput | None, reasoning: ReasoningConfig | None) -> None:
+    if params.extra_args:
+        raise ConfigError(
+            "what custom logits processors did cannot be followed", field="extra_args", got=sorted(params.extra_args)
+        )
     for name, value, given in (
         ("grammar", params.structured_outputs, grammar), ("reasoning", params.thinking_token_budget, reasoning),
     ):  # fmt: skip
@@ -167,6 +174,19 @@ def _check(params: SamplingParams, grammar: GrammarOutput | None, reasoning: Rea
             raise ConfigError(
                 "the request's logits cannot be followed without it", field=name, expected="as the runner had it"
             )
+
+
+def _check_drawn(record: StepRecord, req_id: str, row: int) -> None:
+    """Refuse a row that gave no token: inside of a prompt, behind a rejected draft, or with a fault."""
+    i = record.row_of(req_id)
+    if fault := fault_of(record, i):
+        raise ConfigError("the request got an error, and no token was drawn", field=req_id, got=fault)
+    if row >= int(record.num_sampled[i]):
+        raise ConfigError(
+            "the request took no token of this row", field=req_id,
+            got=f"row {row}, num_sampled {int(record.num_sampled[i])}",
+            hint="Within a prompt no token counts, nor one behind a rejected draft: take another step, or a row before",
+        )  # fmt: skip
 
 
 def _one_request(record: StepRecord, req_id: str, logits: np.ndarray | None, row: int) -> tuple[StepRecord, np.ndarray]:

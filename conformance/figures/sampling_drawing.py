@@ -7,11 +7,12 @@ from typing import Any
 
 from conformance.figures.look import BLUE, GREY, INK, ORANGE, SMALL, VERMILION, cut, plain, tint
 from conformance.figures.sampling import SamplingPicture, sampling_data
-from conformance.figures.sheet import Sheet
+from conformance.figures.sheet import BOLD, Sheet, prose_width, wrapped
 from runner_api import StepRecord
 
 LINE = 0.22
 TOKENS = 1.15  # the column of token ids
+BREAKS = {"temperature": ("temper-", "ature"), "penalties": ("penal-", "ties")}  # where columns are narrow
 
 
 def sampling(records: StepRecord | Sequence[StepRecord], req_id: str, **known: Any) -> Any:
@@ -21,7 +22,8 @@ def sampling(records: StepRecord | Sequence[StepRecord], req_id: str, **known: A
     data = sampling_data(records, req_id, **known)
     sheet = Sheet()
     sheet.title(
-        f"How {cut(plain(req_id))} came to its token behind position {data.position}: {data.winner}", _story(data)
+        f"How request {cut(plain(req_id))} came to its token behind position {data.position}: {data.winner}",
+        _story(data),
     )
     sheet.down(0.1)
     numbers = ["logit"] + ([] if data.noise is None else ["noise", "score"])
@@ -29,9 +31,10 @@ def sampling(records: StepRecord | Sequence[StepRecord], req_id: str, **known: A
     width = min(width, 1.4)
     top = sheet.height
     # 1 heads
+    details = [[part for line in s.detail for part in wrapped(line, SMALL, width - 0.06)] for s in data.steps]
     for c, step in enumerate(data.steps):
         x = left + c * width
-        for k, line in enumerate((*_two_lines(step.name), *step.detail)):
+        for k, line in enumerate((*_two_lines(step.name, width - 0.06), *details[c])):
             sheet.label(
                 x + 0.03, top + k * 0.15, line, align="left", bold=k < 2, size=SMALL, colour=INK if k < 2 else GREY
             )
@@ -40,7 +43,7 @@ def sampling(records: StepRecord | Sequence[StepRecord], req_id: str, **known: A
         sheet.label(start + (c + 1) * 0.85 * width - 0.06, top + 0.15, name, align="right", bold=True, size=SMALL)
     sheet.label(left - 0.1, top + 0.3, "token", align="right", size=SMALL, colour=GREY)
     # 2 a line for each token, and one for all others
-    y = top + 0.29 + 0.15 * max(1, *(len(step.detail) for step in data.steps))
+    y = top + 0.29 + 0.15 * max(1, *map(len, details))
     for n, token in enumerate(data.tokens):
         _draw_token(sheet, data, n, token, y, left, width, start)
         y += LINE
@@ -65,8 +68,10 @@ def _story(data: SamplingPicture) -> str:
     return f"{how} {lead} {drew}"
 
 
-def _two_lines(name: str) -> tuple[str, str]:
+def _two_lines(name: str, width: float) -> tuple[str, str]:
     first, _, second = name.partition(" ")
+    if prose_width(first, BOLD * SMALL) > width:
+        first, second = BREAKS.get(name, (first, second))
     return ("", first) if not second else (first, second)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -112,6 +112,16 @@ def timeline_data(trace: Trace | Sequence[StepRecord], *, num_blocks: int | None
     return TimelinePicture(len(steps), tuple(work), lives, tuple(held), num_blocks)
 
 
+def returns(steps: Iterable[StepRecord]) -> list[frozenset[str]]:
+    """For each step the requests that it brings back from a preemption, however its plan says so."""
+    stories: dict[str, _Story] = {}
+    back = []
+    for number, record in enumerate(steps):
+        _leave(record.plan, number, stories)
+        back.append(frozenset(_come(record.plan, number, stories)))
+    return back
+
+
 def _leave(plan: SchedulerOutput, number: int, stories: dict[str, _Story]) -> None:
     """Plans tell of a request's end, and of its preemption, in the step behind its last one."""
     for req_id in sorted((plan.finished_req_ids | plan.preempted_req_ids) & stories.keys()):
@@ -216,7 +226,7 @@ def _draw_key(sheet: Sheet) -> None:
         sheet.label(x + 0.16, y, text, align="left")
         x += 0.42 + 0.065 * len(text)
     sheet.line(x + 0.04, y - 0.07, x + 0.04, y + 0.07, width=1.6)
-    sheet.label(x + 0.14, y, "finished", align="left")
+    sheet.label(x + 0.14, y, "finished or aborted", align="left")
     sheet.down(0.2)
 
 

@@ -14,6 +14,7 @@ from runner_api import (
     SchedulerOutput,
     StepRecord,
     WitnessConfig,
+    WitnessGroup,
     group_kv_cache_specs,
     load_runner,
 )
@@ -64,3 +65,18 @@ def mixed_steps(num_reqs: int, padded: bool = True, prefix: str = "r") -> tuple[
         runner.sample_tokens().get_output()
         records.append(runner.last_step())
     return tuple(records)
+
+
+@cache
+def two_sizes() -> StepRecord:
+    """Prompts of 32 and 19 tokens in a group with blocks of 16 and in one with blocks of 8."""
+    runner = load_runner("cpu", RunnerConfig(max_num_reqs=4, max_model_len=64, max_num_batched_tokens=64))
+    runner.load_model(WitnessConfig(groups=(WitnessGroup(16), WitnessGroup(8))))
+    runner.initialize_kv_cache(group_kv_cache_specs(runner.get_kv_cache_specs(), 16))
+    blocks = {"a": ([1, 2], [3, 4, 5, 6]), "b": ([7, 8], [9, 10, 11])}
+    counts = {"a": 32, "b": 19}
+    greedy = SamplingParams(temperature=0.0)
+    new = [NewRequestData(r, [1] * n, [1] * n, 0, blocks[r], greedy) for r, n in counts.items()]
+    runner.execute_model(SchedulerOutput(new, CachedRequestData(), counts, 51))
+    runner.sample_tokens().get_output()
+    return runner.last_step()

@@ -10,21 +10,29 @@ from typing import Any
 
 import numpy as np
 import pytest
-from picture_records import mixed_steps
+from picture_records import mixed_steps, two_sizes
 
 from conformance import figures
-from conformance.comparison import compare_field
+from conformance.comparison import Difference, compare_field
 from conformance.exact_rows import KnownRequest
 from conformance.figures import look, style
+from conformance.figures.blocks import BlockCell, _draw_block, blocks_held
+from conformance.figures.holdings import follow
 from conformance.figures.kill_matrix import num_columns
 from conformance.figures.ragged import block_size, token_places
+from conformance.figures.sampling import STEPS
+from conformance.figures.sheet import BOLD, Sheet, prose_width, wrapped
 from conformance.figures.strip import Column, thin_out
+from conformance.figures.timeline import returns
 from conformance.noise import gumbel_noise
 from conformance.recording import RECORDINGS, step_logits
+from conformance.report import batch_table
 from runner_api import (
     CachedRequestData,
     ConfigError,
     NewRequestData,
+    ReasoningConfig,
+    SampleFault,
     SamplingParams,
     SchedulerOutput,
     StepRecord,
@@ -161,6 +169,28 @@ def test_a_step_without_tokens_has_no_batch(draw: Any):
         draw(EMPTY)
 
 
+def test_a_request_that_got_an_error_shows_it_in_place_of_a_token():
+    record = small_record(faults=np.array([int(SampleFault.NAN), 0], np.int32))
+    assert [p.fault for p in figures.batch_data(record).requests] == ["NaN", "", ""]
+    faults = np.array([77, int(SampleFault.NO_TOKEN)], np.int32)
+    assert [p.fault for p in figures.batch_data(small_record(faults=faults)).requests] == ["fault 77", "no token", ""]
+    # within a prompt nothing is drawn, and nothing can be wrong
+    none = small_record(faults=faults, num_sampled=np.array([0, 0], np.int32))
+    assert [p.fault for p in figures.batch_data(none).requests] == ["", "", ""]
+    table = batch_table(record).splitlines()
+    assert table[2].split()[-1] == "NaN"
+    assert table[3].endswith("[8]")
+    wrong = Difference("token_ids", (0, 0), "b", None, 3, 9)
+    assert "»[9]«" in batch_table(record, wrong)  # here the token itself is what is looked at
+    pytest.importorskip("matplotlib")
+    figure = figures.batch(record)
+    _check_texts(figure, "batch with an error")
+    said = [t.get_text() for t in figure.axes[0].texts]
+    assert "NaN" in said
+    assert "9" not in said
+    assert any("an error and no token" in text for text in said)
+
+
 # -- rows -----------------------------------------------------------------------------------------------------
 
 
@@ -226,10 +256,55 @@ def test_blocks_have_owners_and_the_slots_of_this_step():
     data = figures.blocks_data(small_record(), num_blocks=9, block_size=4)
     assert [(t.req_id, t.blocks, t.seq_len) for t in data.tables] == [("b", (4, 5), 8), ("a", (6,), 3)]
     held = {c.block: (c.owners, c.filled, c.written) for c in data.blocks if c.owners}
-    assert held == {4: (("b",), 4, ()), 5: (("b",), 4, (3,)), 6: (("a",), 3, (0, 1, 2))}
+    assert held == {4: (("b",), (4,), ()), 5: (("b",), (4,), (3,)), 6: (("a",), (3,), (0, 1, 2))}
+    assert {c.size for c in data.blocks} == {4}
     assert len(data.blocks) == 9
     assert data.complete
     assert not any(c.wrong for c in data.blocks)
+
+
+def test_a_block_is_as_full_as_its_own_size_says():
+    data = figures.blocks_data(two_sizes())
+    assert data.block_size == (16, 8)
+    cells = {c.block: (c.size, *c.filled) for c in data.blocks if c.owners}
+    assert cells == {
+        1: (16, 16), 2: (16, 16), 3: (8, 8), 4: (8, 8), 5: (8, 8), 6: (8, 8), 7: (16, 16), 8: (16, 3), 9: (8, 8),
+        10: (8, 8), 11: (8, 3),
+    }  # fmt: skip
+    # of a size that nothing tells, no bar is drawn
+    unknown = blocks_held(*follow(two_sizes()), (16, 0)).blocks
+    assert [(c.block, c.filled, c.written) for c in unknown if c.size == 0 and c.owners] == [
+        (b, (0,), ()) for b in (3, 4, 5, 6, 9, 10, 11)
+    ]
+
+
+def bars(cells: list[BlockCell]) -> set[float]:
+    """How long the bars of these blocks are, in parts of a block."""
+    sheet, names = Sheet(), figures.Names(r for c in cells for r in c.owners)
+    for cell in cells:
+        _draw_block(sheet, cell, 0.0, 0.0, 1.0, 0.3, names)
+    fills = {names.fill(r) for c in cells for r in c.owners}
+    return {b.width for b in sheet.boxes if b.fill in fills}
+
+
+def test_a_bar_ends_where_the_owners_tokens_end():
+    assert bars([c for c in figures.blocks_data(two_sizes()).blocks if c.owners]) == {1.0, 3 / 8, 3 / 16}
+    # r001's sliding window has left both behind; of r003, to whom they were given, they hold 8 tokens
+    given_on = [c for c in figures.blocks_data(recording("hybrid").steps[:12]).blocks if c.block in (7, 29)]
+    assert [(c.owners, c.filled) for c in given_on] == [(("r001", "r003"), (16, 8))] * 2
+    assert bars(given_on) == {1.0, 0.5}
+
+
+def test_the_number_of_a_block_and_its_owner_are_two_texts():
+    pytest.importorskip("matplotlib")
+    record = mixed_steps(8, True, "")[-1]
+    figure = figures.blocks(mixed_steps(8, True, ""))
+    _check_texts(figure, "blocks of numbers")
+    texts = [t for t in figure.axes[0].texts if t.get_fontsize() == look.SMALL]
+    assert not any(" " in t.get_text() for t in texts if t.get_text()[0].isdigit())
+    owners = [t for t in texts if t.get_text() in record.req_ids]
+    assert owners
+    assert all(t.get_fontweight() == "bold" and t.get_ha() == "right" for t in owners)
 
 
 def test_a_garbage_slot_does_not_make_the_cache_large():
@@ -357,6 +432,21 @@ def test_timeline_counts_what_the_plans_say():
     assert all(w.kind == "prefill" for w in again)
 
 
+def test_the_key_of_a_timeline_tells_of_aborts():
+    pytest.importorskip("matplotlib")
+    said = [t.get_text() for t in figures.timeline(recording("abort")).axes[0].texts]
+    assert "finished or aborted" in said
+
+
+def test_returns_are_those_of_the_timeline_however_long_the_trace():
+    for name in ("preempt", "preempt_v1"):
+        steps = recording(name).steps
+        told = {(n, r) for n, back in enumerate(returns(steps)) for r in back}
+        assert told == {(w.step, w.req_id) for w in figures.timeline_data(steps).work if w.resumed}
+        assert told
+    assert returns([EMPTY] * 1001) == [frozenset()] * 1001
+
+
 def test_timeline_tells_prefills_from_decodes():
     trace = recording("mixed")
     prompts = {n.req_id: len(n.prefill_token_ids) for s in trace.steps for n in s.plan.scheduled_new_reqs}
@@ -472,9 +562,27 @@ def test_sampling_needs_to_know_the_request():
         figures.sampling_data([*mixed_steps(8)[:1], dataclasses.replace(record, logits=None)], "r000")
     with pytest.raises(ConfigError, match="no such logits row"):
         figures.sampling_data(mixed_steps(8), "r000", row=1)
+    processed = KnownRequest(SamplingParams(extra_args={"ban": 3}), 0, 2, [1, 2])
+    with pytest.raises(ConfigError, match=r"extra_args.*custom logits processors"):
+        figures.sampling_data(record, "r000", request=processed)
     thinking = KnownRequest(SamplingParams(thinking_token_budget=3), 0, 2, [1, 2])
     with pytest.raises(ConfigError, match="reasoning"):
         figures.sampling_data(record, "r000", request=thinking)
+
+
+def test_a_token_that_the_request_never_took_is_not_told_of():
+    first, second = mixed_steps(8)
+    req_id = second.req_ids[0]
+    none = dataclasses.replace(second, num_sampled=np.zeros_like(second.num_sampled))
+    with pytest.raises(ConfigError, match=r"took no token of this row.*row 0, num_sampled 0"):
+        figures.sampling_data([first, none], req_id)
+    # two rows of logits, for a token and a draft, which was rejected
+    drafted = dataclasses.replace(second, cu_num_logits=second.cu_num_logits + (np.arange(9) > 0).astype(np.int32))
+    with pytest.raises(ConfigError, match=r"took no token of this row.*row 1, num_sampled 1"):
+        figures.sampling_data([first, drafted], req_id, row=1)
+    faults = np.array([int(SampleFault.NO_TOKEN)] + [0] * 7, np.int32)
+    with pytest.raises(ConfigError, match=r"got an error, and no token was drawn.*no token"):
+        figures.sampling_data([first, dataclasses.replace(second, faults=faults)], req_id)
 
 
 def test_bias_and_bans_show_in_their_columns():
@@ -507,6 +615,68 @@ def test_divergence_marks_the_cells_that_differ_and_no_others():
     wrong = [(c.index, c.left, c.right, c.req_id, c.position) for c in slots.cells if c.differs]
     assert wrong == [((0, 2), 25, 99, "a", 1), ((0, 4), -1, 4, None, None)]
     assert "positions" in data.equal
+
+
+def test_divergence_names_an_entry_of_query_start_loc_after_the_request_that_begins_there():
+    left = small_record()
+    (field,) = figures.divergence_data(left, small_record(query_start_loc=left.query_start_loc + 1)).different
+    assert [(c.index[0], c.req_id, c.padding) for c in field.cells] == [
+        (0, "b", False), (1, "a", False), (2, None, True), (3, None, False),
+    ]  # fmt: skip
+    pytest.importorskip("matplotlib")
+    figure = figures.divergence(left, small_record(query_start_loc=left.query_start_loc + 1))
+    labels = [t.get_text() for t in figure.axes[0].texts]
+    assert labels[labels.index("b") : labels.index("b") + 4] == ["b", "a", "pad", "end"]
+
+
+def test_divergence_hatches_the_tails_of_every_field():
+    tails = {
+        "input_ids": np.array([50, 60, 61, 62, 0]), "positions": np.array([7, 0, 1, 2, 0]),
+        "logits_indices": np.array([0, 3, 0]), "seq_lens": np.array([8, 3, 0], np.int32),
+    }  # fmt: skip
+    left = small_record(**tails)
+    stale = small_record(**{name: np.r_[value[:-1], 99] for name, value in tails.items()})
+    found = figures.divergence_data(left, stale).different
+    assert {f.name for f in found} == set(tails)
+    for field in found:
+        assert [c.padding for c in field.cells] == [*[False] * (len(field.cells) - 1), True]
+        assert field.cells[-1].req_id is None
+
+
+def test_divergence_says_where_only_the_order_differs():
+    slots, dense = (recording(name).steps[10] for name in ("mixed", "mixed_v1"))
+    assert figures.divergence_data(slots, dense).reordered
+    assert not figures.divergence_data(slots, slots).reordered
+    other = dataclasses.replace(dense, req_ids=("x", *dense.req_ids[1:]))
+    assert not figures.divergence_data(slots, other).reordered
+    pytest.importorskip("matplotlib")
+    figure = figures.divergence(slots, dense, labels=("mixed", "mixed_v1"))
+    _check_texts(figure, "another order")
+    notes = {t.get_text(): t.get_color() for t in figure.axes[0].texts}
+    said = " ".join(notes)
+    assert "same requests in another order" in said
+    assert "names are those of the upper record (mixed)" in said.replace("\n", " ")
+    assert {c for text, c in notes.items() if "another order" in text} == {look.VERMILION}
+
+
+def test_divergence_explains_its_gaps_and_its_indices():
+    pytest.importorskip("matplotlib")
+    left = recording("hybrid").steps[11]
+    slots = left.slot_mappings.copy()
+    slots[1, 5] = slots[3, 40] = 0
+    tables = [[row.copy() for row in group] for group in left.block_tables]
+    tables[2][3][1] = 5
+    right = dataclasses.replace(left, slot_mappings=slots, block_tables=tuple(map(tuple, tables)))
+    said = [t.get_text() for t in figures.divergence(left, right).axes[0].texts]
+    assert any("+n: n equal ones" in text for text in said)
+    assert "block_tables by group, request, block of its table: 1 of 116 elements differ" in said
+    assert "slot_mappings by group, token: 2 of 192 elements differ" in said
+    # of one group the index has one part less
+    left = small_record()
+    tables = ((np.array([4, 9], np.int32), *left.block_tables[0][1:]),)
+    said = [t.get_text() for t in figures.divergence(left, small_record(block_tables=tables)).axes[0].texts]
+    assert "block_tables by request, block of its table: 1 of 5 elements differ" in said
+    assert not any("+n" in text for text in said)
 
 
 def test_divergence_in_the_drawn_tokens_alone_is_seen_and_junk_behind_them_is_not():
@@ -571,6 +741,22 @@ def test_kill_matrix_counts_clauses_by_area():
         figures.kill_matrix_data({"runner": "cpu", "matrix": {}, "survivors": []})
 
 
+def test_the_heads_of_a_long_kill_matrix_are_repeated():
+    pytest.importorskip("matplotlib")
+    long = "a-name-so-long-that-two-columns-would-have-no-room-for-their-cells-at-all-"
+    areas = ("SLOT", "BATCH", "PAD", "KV")
+    for name, count, expected in ((long, 100, 3), ("m", 40, 1), ("m", 100, 4)):
+        matrix = {f"{name}{i}": [f"MR-{a}-001" for a in areas] for i in range(count)}
+        data = {"runner": "cpu", "matrix": matrix | {"gone": []}, "survivors": [{"mutant": "gone"}]}
+        if count == 40:
+            del data["matrix"][f"{name}0"]
+        figure = figures.kill_matrix(data)
+        _check_texts(figure, f"kill matrix of {count}")
+        said = [t.get_text() for t in figure.axes[0].texts]
+        assert said.count("SLOT") == expected
+        assert any("Survivors are orange." in text for text in said)
+
+
 # -- drawing --------------------------------------------------------------------------------------------------
 
 
@@ -589,8 +775,19 @@ def _drawings(num_reqs: int) -> dict[str, Any]:
         "timeline": figures.timeline(steps),
         "sampling": figures.sampling(steps, record.req_ids[-1]),
         "divergence": figures.divergence(record, wrong),
+        "sampling_all": figures.sampling(record, record.req_ids[-1], request=_asks_for_everything()),
         "kill_matrix": figures.kill_matrix({"runner": "x", "matrix": matrix, "survivors": [{"mutant": "mutant-0"}]}),
     }
+
+
+def _asks_for_everything(**more: Any) -> KnownRequest:
+    """A request for which every step of the sampler has work to do."""
+    params = SamplingParams(
+        temperature=0.8, allowed_token_ids=tuple(range(400)), logit_bias={7: 5.0, 9: -3.0}, min_tokens=12,
+        stop_token_ids=(1, 2), repetition_penalty=1.25, frequency_penalty=-0.25, presence_penalty=0.123457,
+        bad_words_token_ids=((5,), (3, 8)), min_p=0.0125, top_k=200, top_p=0.9875, **more,
+    )  # fmt: skip
+    return KnownRequest(params, 5, 5, [3, 8, 13, 18, 23, 255])
 
 
 def _check_texts(figure: Any, what: str) -> None:
@@ -623,6 +820,37 @@ def test_no_text_is_cut_or_covered(num_reqs: int):
     for what, figure in _drawings(num_reqs).items():
         assert figure.get_size_inches()[0] == look.WIDTH
         _check_texts(figure, f"{what}, {num_reqs} requests")
+
+
+def test_every_step_of_the_sampler_has_room_for_its_name():
+    pytest.importorskip("matplotlib")
+    record = mixed_steps(1)[-1]
+    known = {"request": _asks_for_everything(thinking_token_budget=100), "reasoning": ReasoningConfig((1,), (2,))}
+    data = figures.sampling_data(record, "r000", **known)
+    assert [s.name for s in data.steps[1:]] == [name for name, _ in STEPS]
+    assert not data.not_asked_for
+    figure = figures.sampling(record, "r000", **known)
+    _check_texts(figure, "sampling")
+    said = [t.get_text() for t in figure.axes[0].texts]
+    assert {"temper-", "ature", "penal-", "ties", "pres.", "0.123457"} <= set(said)
+    assert said[0].startswith("How request r000 came to its token")
+    # where there is room, no word is broken
+    said = [t.get_text() for t in figures.sampling(mixed_steps(8), "r001").axes[0].texts]
+    assert "temperature" in said
+
+
+def test_lines_are_broken_by_the_width_that_they_have():
+    pytest.importorskip("matplotlib")
+    for figure in (*_drawings(8).values(), figures.timeline(recording("preempt"))):
+        renderer = figure.canvas.get_renderer()
+        for text in (t for t in figure.axes[0].texts if len(t.get_text()) > 30):
+            bold = text.get_fontweight() == "bold"
+            told = prose_width(text.get_text(), text.get_fontsize() * (BOLD if bold else 1.0))
+            true = text.get_window_extent(renderer).width / style.DOTS_PER_INCH
+            assert 0.99 * true < told < 1.05 * true, text.get_text()
+    lines = wrapped("Fields in the order in which a step computes them. " * 6, look.CELL, 8.7)
+    assert all(prose_width(line, look.CELL) <= 8.7 for line in lines)
+    assert prose_width(f"{lines[0]} {lines[1].split()[0]}", look.CELL) > 8.7
 
 
 @pytest.mark.parametrize("name", ["wide", "eagle", "hybrid"])

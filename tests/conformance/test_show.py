@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from picture_records import mixed_steps
 
+from conformance.figures import blocks_data
 from conformance.recording import RECORDINGS
-from conformance.show import WHATS
+from conformance.show import WHATS, steps_table
 from conformance.show_html import page_data, trace_page
 from engine_core.cli import main
-from runner_api import ConfigError, Trace, load_trace, save_trace
+from runner_api import ConfigError, SampleFault, Trace, load_trace, save_trace
 
 PREEMPT = str(RECORDINGS / "preempt.jsonl")
 
@@ -40,6 +41,33 @@ def test_without_options_all_steps_are_listed(capsys: pytest.CaptureFixture[str]
         assert line.split()[:3] == [str(number), str(record.num_reqs), str(record.num_tokens)]
         for req_id in record.plan.preempted_req_ids:
             assert req_id in line.partition("preempted:")[2]
+
+
+def test_who_comes_back_from_a_preemption_is_not_new(capsys: pytest.CaptureFixture[str]):
+    for asked in ((), ("--step", "37")):
+        assert run(PREEMPT, *asked) == 0
+        out = capsys.readouterr().out
+        assert "resumed: r009 (17 of 17 tokens)" in out
+        assert out.count("new: r009") == (not asked)  # when it came for the first time
+    # a trace that is too long for a timeline has its table all the same
+    assert "1001 steps" in steps_table(Trace("x", {}, (mixed_steps(1)[0],) * 1001))
+
+
+def test_an_error_in_place_of_a_token_is_told(own_trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    first, second = mixed_steps(8)
+    path = tmp_path / "nan.jsonl"
+    faults = np.array([0, int(SampleFault.NAN), *[0] * 6], np.int32)
+    save_trace(path, [first, dataclasses.replace(second, faults=faults)])
+    assert run(str(path)) == 0
+    assert "7 (1 error)" in capsys.readouterr().out
+    assert run(str(path), "--step", "1") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if line.endswith(" NaN")] == [second.req_ids[1]]
+    step = page_data(load_trace(path))["steps"][1]
+    assert [r[7] for r in step["requests"]] == ["", "NaN", *[""] * 8]
+    asked = ("--step", "1", "--what", "sampling", "--request", second.req_ids[1], "-o", str(tmp_path / "x.png"))
+    assert run(str(path), *asked) == 2
+    assert "got an error" in capsys.readouterr().err
 
 
 def test_a_step_is_told_as_plan_and_table(capsys: pytest.CaptureFixture[str]):
@@ -88,6 +116,17 @@ def test_timeline_sampling_divergence_and_kill_matrix(own_trace: str, tmp_path: 
         out.unlink(missing_ok=True)
         assert run(*args, "-o", str(out)) == 0, args
         assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_two_recordings_of_other_plans_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "x.png"
+    asked = ("--step", "10", "--what", "divergence", "-o", str(out), "--against")
+    mixed = str(RECORDINGS / "mixed.jsonl")
+    assert run(mixed, *asked, PREEMPT) == 2
+    assert "other plans in this step" in capsys.readouterr().err
+    assert not out.exists()
+    assert run(mixed, *asked, str(RECORDINGS / "mixed_v1.jsonl")) == 0
 
 
 @pytest.mark.parametrize(
@@ -193,6 +232,40 @@ def test_page_data_is_what_the_records_say(name: str):
             for i, req_id in enumerate(record.req_ids):
                 assert tables[req_id][g][: len(group[i])] == group[i].tolist()
     assert data["blockSize"] == [trace.meta["block_size"]] * len(data["blockSize"])
+
+
+@pytest.mark.parametrize("name", ["preempt", "hybrid"])
+def test_the_pages_cache_is_that_of_the_picture(name: str):
+    trace = load_trace(RECORDINGS / f"{name}.jsonl")
+    data = page_data(trace)
+    ids = [r["id"] for r in data["requests"]]
+    for n in range(0, len(trace.steps), 5):
+        told = {}
+        for block, size, owners, *more in data["steps"][n]["cells"]:
+            written, wrong = [*more, [], []][:2]
+            told[block] = (size, [(ids[r], filled) for r, filled in owners], written, wrong)
+        cells = blocks_data(trace.steps[: n + 1], block_size=trace.meta["block_size"]).blocks
+        assert told == {
+            c.block: (c.size, list(zip(c.owners, c.filled, strict=True)), list(c.written), list(c.wrong))
+            for c in cells
+            if c.owners or c.written
+        }
+
+
+def test_what_the_pictures_mark_is_in_the_page():
+    first, record = mixed_steps(8)
+    slots, logits, rows = record.slot_mappings.copy(), record.logits_indices.copy(), record.idx_mapping.copy()
+    slots[0, 1], logits[1], rows[2], rows[3] = slots[0, 0], 500, -1, rows[0]
+    wrong = dataclasses.replace(record, slot_mappings=slots, logits_indices=logits, idx_mapping=rows)
+    step = page_data(Trace("x", {}, (first, wrong)))["steps"][1]
+    assert step["lost"] == "Not on the axis: ▲1 at 500."
+    assert [r[8] for r in step["requests"]] == ["twice", "", "negative", "twice", *[""] * 6]
+    block, offset = divmod(int(slots[0, 0]), 16)
+    assert [(c[0], c[4]) for c in step["cells"] if len(c) > 4] == [(block, [offset])]
+    right = page_data(Trace("x", {}, (first, record)))["steps"][1]
+    assert right["lost"] == ""
+    assert not any(r[8] for r in right["requests"])
+    assert not any(len(c) > 4 for c in right["cells"])
 
 
 def test_padding_is_in_the_page():

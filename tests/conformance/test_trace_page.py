@@ -10,13 +10,15 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from chromium import Chromium, find_chromium
+from picture_records import mixed_steps, two_sizes
 
 from conformance.figures import timeline_data
 from conformance.recording import RECORDINGS
 from conformance.show_html import trace_page
-from runner_api import load_trace
+from runner_api import SampleFault, Trace, load_trace
 
 NAME = "preempt"
 SLIDER = "document.getElementById('slider')"
@@ -119,6 +121,19 @@ def test_keys_and_buttons_move_the_slider(page: Chromium):
     assert_shows(page, 0)
 
 
+def test_arrow_keys_need_no_focus(page: Chromium):
+    assert page.value("document.activeElement === document.body")
+    for key, expected in (("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1)):
+        page.key(key)
+        assert step_of(page) == expected
+    x, y = page.middle("#forward")
+    page.mouse("mousePressed", x, y, pressed=True)
+    page.mouse("mouseReleased", x, y)
+    page.key("ArrowRight")  # the button has the focus
+    assert step_of(page) == 3
+    assert_shows(page, 3)
+
+
 def test_pointing_at_a_token_tells_of_its_request(page: Chromium):
     record = load_trace(RECORDINGS / f"{NAME}.jsonl").steps[1]
     page.value("show(1)")
@@ -158,9 +173,97 @@ def test_a_wrong_query_start_loc_does_not_flood_the_page(browser: Chromium, tmp_
     assert "99999" in browser.value("document.querySelector('#batch .head.wrong').textContent")
     assert browser.value("document.querySelectorAll('#batch .head.wrong').length") == 1
     groups = len(trace.steps[1].slot_mappings)
-    assert browser.value("document.getElementById('slots').textContent") == f"KV slot of group 0 … {groups - 1}"
+    assert browser.value("[...document.querySelectorAll('#labels div')].map(d => d.textContent)") == [
+        "index", "token id", "position", *(f"KV slot, group {g}" for g in range(groups)), "logits row",
+    ]  # fmt: skip
     assert browser.value("document.getElementById('where').textContent").startswith("step 1 of 2 (0 … 1):")
     assert not browser.exceptions()
+
+
+def open_trace(browser: Chromium, folder: Path, trace: Trace, start: int = 0) -> None:
+    file = folder / "trace.html"
+    file.write_text(trace_page(trace, start=start), encoding="utf-8")
+    browser.open(file)
+
+
+def test_what_is_wrong_in_a_record_is_orange(browser: Chromium, tmp_path: Path):
+    trace = load_trace(RECORDINGS / f"{NAME}.jsonl")
+    record = trace.steps[37]
+    slots, logits, rows = record.slot_mappings.copy(), record.logits_indices.copy(), record.idx_mapping.copy()
+    slots[0, 1], logits[1], rows[2], rows[3] = slots[0, 0], 500, -1, rows[0]
+    faults = np.array([0, int(SampleFault.NAN), 0, 0, 0], np.int32)
+    wrong = dataclasses.replace(record, slot_mappings=slots, logits_indices=logits, idx_mapping=rows, faults=faults)
+    open_trace(browser, tmp_path, dataclasses.replace(trace, steps=(*trace.steps[:37], wrong, *trace.steps[38:])), 37)
+    assert browser.value("document.getElementById('lost').textContent") == "Not on the axis: ▲1 at 500."
+    orange = browser.value(
+        "[...document.querySelectorAll('#requests td.wrong')].map(c => [c.textContent, getComputedStyle(c).color])"
+    )
+    first, vermilion = int(record.idx_mapping[0]), "rgb(213, 94, 0)"
+    assert orange == [[text, vermilion] for text in (f"{first}, twice", "NaN", "-1", f"{first}, twice")]
+    block = int(slots[0, 0]) // 16
+    faulty = browser.value(
+        "[...document.querySelectorAll('#cache .block.faulty')].map(b => [b.querySelector('.name span').textContent,"
+        " getComputedStyle(b).borderTopColor, getComputedStyle(b.querySelector('.written.wrong')).borderTopColor])"
+    )
+    assert faulty == [[str(block), vermilion, vermilion]]
+    browser.value("show(36)")
+    assert browser.value("document.getElementById('lost').textContent") == ""
+    assert browser.value("document.querySelectorAll('#requests td.wrong, .block.faulty, .written.wrong').length") == 0
+    assert not browser.exceptions()
+
+
+def test_blocks_on_the_page_are_as_full_as_their_owners_say(browser: Chromium, tmp_path: Path):
+    fills = (
+        "Object.fromEntries([...document.querySelectorAll('#cache .block')].map(b =>"
+        " [b.querySelector('.name span').textContent, [...b.querySelectorAll('.filled')].map(f => f.style.width)]))"
+    )
+    open_trace(browser, tmp_path, Trace("two", {}, (two_sizes(),)))
+    found = browser.value(fills)
+    assert (found["1"], found["3"], found["8"], found["11"]) == (["100%"], ["100%"], ["18.75%"], ["37.5%"])
+    assert browser.value("document.querySelector('h1').textContent") == "two: 2 requests over 1 step"
+    open_trace(browser, tmp_path, load_trace(RECORDINGS / "hybrid.jsonl"), 11)
+    found = browser.value(fills)
+    assert found["7"] == found["29"] == ["100%", "50%"]
+
+
+def test_numbers_of_blocks_and_of_requests_stand_apart(browser: Chromium, tmp_path: Path):
+    open_trace(browser, tmp_path, Trace("numbers", {}, mixed_steps(1, True, "")))
+    assert browser.value("document.querySelector('h1').textContent") == "numbers: 1 request over 2 steps"
+    names = browser.value(
+        "[...document.querySelectorAll('#cache .name')].map(n => [...n.children].map(c => c.textContent))"
+    )
+    assert names == [["1", "000"]]
+    gap = browser.value(
+        "(() => { const [a, b] = document.querySelector('#cache .name').children;"
+        " return b.getBoundingClientRect().left - a.getBoundingClientRect().right; })()"
+    )
+    assert gap > 10
+
+
+def test_a_long_timeline_does_not_push_the_batch_away(browser: Chromium, tmp_path: Path):
+    open_trace(browser, tmp_path, Trace("many", {}, mixed_steps(64)))
+    top = "document.getElementById('{}').getBoundingClientRect().top"
+    assert browser.value("document.getElementById('timeline').scrollHeight") > 64 * 13
+    assert browser.value(top.format("batch")) - browser.value(top.format("slider")) < 600
+    # the numbers of the steps stay in sight, below their steps
+    places = browser.value(
+        "['#axis text', '#timeline [data-step=\"1\"] rect'].map(s => [...document.querySelectorAll(s)]"
+        ".map(e => { const r = e.getBoundingClientRect(); return [e.textContent, r.x + r.width / 2]; }))"
+    )
+    assert places[0][1][0] == "1"
+    assert abs(places[0][1][1] - places[1][0][1]) < 2
+
+
+def test_marks_of_a_preemption_and_a_return_do_not_cover_each_other(page: Chromium):
+    """One is in the upper half of the lane and one in the lower, however narrow the steps are."""
+    ends = page.value(
+        "['.away', '.back'].map((c, k) => Object.fromEntries([...document.querySelectorAll(`#timeline ${c}`)].map(e =>"
+        " { const r = e.getBoundingClientRect(); return [e.parentNode.dataset.request, k ? r.top : r.bottom]; })))"
+    )
+    away, back = ends
+    assert len(back) >= 3
+    assert away.keys() >= back.keys()
+    assert all(away[request] <= back[request] for request in back)
 
 
 def test_the_timeline_tells_returns_and_ends(page: Chromium):
