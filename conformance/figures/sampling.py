@@ -114,9 +114,12 @@ def sampling_data(
     _check_drawn(record, req_id, row)
     arithmetic = Arithmetic.of("float32")
     processor = RowProcessor(load_stages("cpu"), arithmetic, reasoning)
+    # masks have as many rows for each request as the runner takes drafts, and one
+    masked = [] if grammar is None else grammar.structured_output_request_ids
+    drafts = len(grammar.grammar_bitmask) // len(masked) - 1 if grammar is not None and masked else 0
 
     def processed(params: SamplingParams) -> ExactRows:
-        return processor.process(one, values, [dataclasses.replace(known, params=params)], grammar)
+        return processor.process(one, values, [dataclasses.replace(known, params=params)], grammar, drafts)
 
     # 1 the steps, one more at a time: those that come later are neutral
     greedy = known.params.greedy
@@ -209,7 +212,9 @@ def _one_request(record: StepRecord, req_id: str, logits: np.ndarray | None, row
 
 
 def _asked(params: SamplingParams, fields: tuple[str, ...]) -> bool:
-    return any(getattr(params, f) != getattr(NEUTRAL, f) and bool(getattr(params, f)) for f in fields)
+    """Whether one of the fields has a value of its own: 0 is one (a thinking budget of 0), an empty list is none."""
+    values = ((getattr(params, f), getattr(NEUTRAL, f)) for f in fields)
+    return any(value != neutral and value not in (None, (), [], {}) for value, neutral in values)
 
 
 def _detail(params: SamplingParams, fields: tuple[str, ...]) -> tuple[str, ...]:

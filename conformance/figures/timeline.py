@@ -88,11 +88,8 @@ def requests_of(trace: Trace | Sequence[StepRecord]) -> tuple[str, ...]:
 def timeline_data(trace: Trace | Sequence[StepRecord], *, num_blocks: int | None = None) -> TimelinePicture:
     """The whole trace. num_blocks: of the cache; None: what its header says. Raises ConfigError without steps."""
     steps = trace.steps if isinstance(trace, Trace) else tuple(trace)
-    if not 0 < len(steps) <= MAX_STEPS:
-        raise ConfigError(
-            "cannot be drawn as one timeline", field="trace", got=f"{len(steps)} steps", expected=f"1 to {MAX_STEPS}",
-            hint="Draw a part of it: timeline(trace.steps[a:b])",
-        )  # fmt: skip
+    if not steps:
+        raise ConfigError("no step to draw", field="trace", got="0 steps", expected="at least one")
     if num_blocks is None and isinstance(trace, Trace):
         num_blocks = num_blocks_of(trace.meta)
     holdings, stories, work, held = Holdings(), dict[str, _Story](), [], []
@@ -186,6 +183,11 @@ def timeline(
     from conformance.figures.style import render
 
     data = timeline_data(trace, num_blocks=num_blocks)
+    if data.num_steps > MAX_STEPS:
+        raise ConfigError(
+            "cannot be drawn as one timeline", field="trace", got=f"{data.num_steps} steps",
+            expected=f"at most {MAX_STEPS}", hint="Draw a part of it: timeline(trace.steps[a:b])",
+        )  # fmt: skip
     names = names or Names(life.req_id for life in data.lives)
     sheet = Sheet()
     title = f"{trace.name}: " if isinstance(trace, Trace) else ""

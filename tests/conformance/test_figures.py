@@ -13,6 +13,7 @@ import pytest
 from picture_records import mixed_steps, two_sizes
 
 from conformance import figures
+from conformance.certificates import EQUAL
 from conformance.comparison import Difference, compare_field
 from conformance.exact_rows import KnownRequest
 from conformance.figures import look, style
@@ -30,14 +31,20 @@ from conformance.report import batch_table
 from runner_api import (
     CachedRequestData,
     ConfigError,
+    GrammarOutput,
     NewRequestData,
     ReasoningConfig,
+    RunnerConfig,
     SampleFault,
     SamplingParams,
     SchedulerOutput,
     StepRecord,
+    StructuredOutputsParams,
     Trace,
     UnknownNameError,
+    WitnessConfig,
+    group_kv_cache_specs,
+    load_runner,
     load_trace,
 )
 
@@ -499,7 +506,8 @@ def test_a_timeline_has_steps_and_not_too_many():
     with pytest.raises(ConfigError, match="0 steps"):
         figures.timeline_data([])
     with pytest.raises(ConfigError, match="1001 steps"):
-        figures.timeline_data([EMPTY] * 1001)
+        figures.timeline([EMPTY] * 1001)
+    assert figures.timeline_data([EMPTY] * 1001).num_steps == 1001  # for the page, which scrolls
 
 
 # -- sampling -------------------------------------------------------------------------------------------------
@@ -550,6 +558,38 @@ def test_of_equally_likely_tokens_those_with_the_best_scores_are_shown():
     best = [int(t) for t in np.argsort(-noise)[:6]]
     assert (data.winner, data.second) == tuple(best[:2])
     assert [t for t in data.tokens if t != data.drawn or t in best] == best
+
+
+def prompts_behind(params, grammar=None, **config):
+    """The record of a step in which two requests, A and B, draw their first token behind the same prompt."""
+    runner = load_runner("cpu", RunnerConfig(max_num_reqs=4, record=frozenset({"logits"}), **config))
+    runner.load_model(WitnessConfig())
+    runner.initialize_kv_cache(group_kv_cache_specs(runner.get_kv_cache_specs(), num_blocks=16))
+    prompt = [1, 7, 3]
+    new = [NewRequestData(r, prompt, prompt, 0, ([3 + i],), params) for i, r in enumerate("AB")]
+    runner.execute_model(SchedulerOutput(new, num_scheduled_tokens={"A": 3, "B": 3}, total_num_scheduled_tokens=6))
+    runner.sample_tokens(grammar)
+    return runner.last_step()
+
+
+def test_sampling_tells_of_a_thinking_budget_of_nothing():
+    reasoning = ReasoningConfig((7,), (9, 10), (10,))
+    record = prompts_behind(SamplingParams(temperature=1.0, thinking_token_budget=0), reasoning=reasoning)
+    data = figures.sampling_data(record, "A", reasoning=reasoning)
+    assert [step.name for step in data.steps] == ["raw logits", "thinking budget"]
+    assert (data.winner, data.drawn, data.verdict) == (9, 9, EQUAL)
+
+
+def test_sampling_takes_the_mask_of_a_runner_with_drafts():
+    """Of A's two mask rows and B's two, B's first one holds for its first token."""
+    allowed = np.zeros((4, 64), bool)
+    allowed[[0, 1, 2, 3], [5, 6, 20, 30]] = True
+    words = np.packbits(allowed, axis=1, bitorder="little").view("<i4").astype(np.int32)
+    grammar = GrammarOutput(["A", "B"], words)
+    params = SamplingParams(temperature=0.0, structured_outputs=StructuredOutputsParams(regex="a*"))
+    record = prompts_behind(params, grammar, num_speculative_tokens=1)
+    data = figures.sampling_data(record, "B", grammar=grammar)
+    assert (data.winner, data.drawn, data.verdict) == (20, 20, EQUAL)
 
 
 def test_sampling_needs_to_know_the_request():
