@@ -15,7 +15,7 @@ from conformance.recording import RECORDINGS
 from conformance.show import WHATS, steps_table
 from conformance.show_html import page_data, trace_page
 from engine_core.cli import main
-from runner_api import ConfigError, SampleFault, Trace, load_trace, save_trace
+from runner_api import ConfigError, SampleFault, SchedulerOutput, StepRecord, Trace, load_trace, save_trace
 
 PREEMPT = str(RECORDINGS / "preempt.jsonl")
 
@@ -212,6 +212,17 @@ def test_the_page_is_written_and_holds_the_trace(tmp_path: Path, capsys: pytest.
         assert address not in text.replace("http://www.w3.org/2000/svg", "")
     assert "@DATA@" not in text
     assert "@TITLE@" not in text
+
+
+def test_a_page_of_many_steps_is_written_and_said_to_be_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    empty = StepRecord(SchedulerOutput())
+    for count, said in ((500, "500 steps, 0."), (1001, "1001 steps, 0.")):
+        path = tmp_path / f"{count}.jsonl"
+        save_trace(path, [mixed_steps(8)[0], *[empty] * (count - 1)])
+        assert run(str(path), "-o", str(tmp_path / "page.html")) == 0
+        out = capsys.readouterr().out
+        assert said in out
+        assert ("much for a browser" in out) == (count > 500)
 
 
 @pytest.mark.parametrize("name", ["preempt", "eagle", "hybrid", "preempt_v1"])
