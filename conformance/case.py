@@ -16,7 +16,7 @@ from conformance.dense_rows import next_rows
 from conformance.divergence import Failure, NotLegal, Sides, run_step
 from conformance.driver import WorldSize
 from conformance.layouts import in_layout
-from conformance.planned_step import PlannedStep, RequestTruth, StepTruth, WorldRequest
+from conformance.planned_step import PlannedStep, RequestTruth, StepTruth, WorldRequest, order_key
 from runner_api import (
     NULL_BLOCK_ID,
     BatchDescriptor,
@@ -76,7 +76,7 @@ class Case:
             yield from step.plan.scheduled_new_reqs
 
     def tidy(self) -> Case:
-        """Without what cannot matter: ends of sequence where no request has `min_tokens`, an empty tail of drafts."""
+        """Without what cannot matter: the ends of sequence, where no request has `min_tokens`."""
         asking = any(_params(new).min_tokens for new in self.new_requests())
         if asking:
             return self
@@ -280,11 +280,8 @@ class CaseTruth:
             lens = {r: t.request.prompt_len for r, t in truths.items()}
             self._rows = next_rows(self._rows, plan, lens, self._config.reorder_batch_threshold).order
             return self._rows
-        q = 1 + self._config.num_speculative_tokens
-        return tuple(
-            sorted(truths, key=lambda r: (not truths[r].num_drafts, truths[r].num_scheduled != q,
-                                          truths[r].num_scheduled))
-        )  # fmt: skip
+        k = self._config.num_speculative_tokens
+        return tuple(sorted(truths, key=lambda r: order_key(truths[r].num_scheduled, truths[r].num_drafts, k)))
 
 
 def _params(new: NewRequestData) -> SamplingParams:

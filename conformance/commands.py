@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from runner_api.config import DTYPES, LAYOUTS
+
 
 def check(subparsers: Any) -> None:
     """`modelrunner check RUNNER`: hold a runner against the clauses and against an oracle on generated plans."""
@@ -23,7 +25,7 @@ def check(subparsers: Any) -> None:
     parser.add_argument("--against", default="cpu", metavar="ORACLE", help="the runner to compare with (default: cpu)")
     parser.add_argument("--model", metavar="PATH", help="also lockstep on this checkpoint (a folder, or smollm2)")
     parser.add_argument(
-        "--dtype", choices=("float64", "float32", "float16", "bfloat16"),
+        "--dtype", choices=DTYPES,
         help="with --model: what the runner computes it in (default: float32)",
     )  # fmt: skip
     parser.add_argument("--steps", type=int, default=200, help="steps of the lockstep run (default: 200)")
@@ -36,7 +38,7 @@ def check(subparsers: Any) -> None:
         "--max-near-ties", type=float, metavar="RATE",
         help="most near ties per token (default: ten times what rounding makes likely, and 3)",
     )  # fmt: skip
-    parser.add_argument("--layout", choices=("slots", "dense"), help="of the runner's rows (default: its own choice)")
+    parser.add_argument("--layout", choices=LAYOUTS, help="of the runner's rows (default: its own choice)")
     parser.add_argument("--lockstep-only", action="store_true", help="leave the clauses out")
     parser.add_argument(
         "--clause", action="append", metavar="ID",
@@ -110,11 +112,11 @@ def replay(subparsers: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--steps", type=int, metavar="N", help="only the first N steps")
     parser.add_argument(
-        "--dtype", choices=("float64", "float32", "float16", "bfloat16"), default="float32",
+        "--dtype", choices=DTYPES, default="float32",
         help="what the runner computes in (default: float32, as recorded)",
     )  # fmt: skip
     parser.add_argument("--device", default="auto", help="where the runner runs (default: auto)")
-    parser.add_argument("--layout", choices=("slots", "dense"), help="of the runner's rows (default: as recorded)")
+    parser.add_argument("--layout", choices=LAYOUTS, help="of the runner's rows (default: as recorded)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(run=_replay)
 
@@ -128,7 +130,7 @@ def mutants(subparsers: Any) -> None:
     )
     parser.add_argument("--runner", default="cpu", help="whose mutants (default: cpu)")
     parser.add_argument("--only", metavar="ID", help="this mutant alone")
-    parser.add_argument("--layout", choices=("slots", "dense"), help="only those of this layout of rows")
+    parser.add_argument("--layout", choices=LAYOUTS, help="only those of this layout of rows")
     parser.add_argument("--jobs", type=int, metavar="N", help="processes (default: one per core)")
     parser.add_argument("--json", action="store_true", help="print one JSON object with the kill matrix")
     parser.set_defaults(run=_mutants)

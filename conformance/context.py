@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from conformance.dense_rows import DenseRowTracker
-from conformance.planned_step import RequestTruth, StepTruth
+from conformance.planned_step import RequestTruth, StepTruth, order_key
 from runner_api import (
     BatchDescriptor,
     Capability,
@@ -22,6 +23,7 @@ from runner_api import (
     WitnessConfig,
 )
 
+T = TypeVar("T")
 # At most so many mismatches of one clause are kept per step: the first ones tell.
 MOST_MISMATCHES = 3
 
@@ -41,6 +43,10 @@ class Mismatch:
         where = f"{self.field}{list(self.index)}" if self.index else self.field
         owner = "" if self.req_id is None else f", request {self.req_id!r}"
         return f"{self.clause_id} {where}{owner}: got {self.got!r}, expected {self.expected!r}"
+
+
+# Clauses that the tracker asks, whether or not a law of `conformance.laws` is behind them.
+TRACKED = frozenset(f"MR-STATE-{n:03}" for n in (1, 2, 3, 4, 8))
 
 
 @dataclass(slots=True)
@@ -163,6 +169,10 @@ class StepContext:
         return [self.expected.requests[r] for r in self.record.req_ids]
 
     @cached_property
+    def order_keys(self) -> list[tuple[bool, bool, int]]:
+        return [order_key(m.num_scheduled, m.num_drafts, self.config.num_speculative_tokens) for m in self.members]
+
+    @cached_property
     def scheduled(self) -> np.ndarray:
         return np.array([m.num_scheduled for m in self.members], np.int64)
 
@@ -209,6 +219,17 @@ class StepContext:
     @cached_property
     def reach(self) -> list[int]:
         return list(self.config.window_reach or (g.spec.window_reach for g in self.kv_cache_config.groups))
+
+    @cached_property
+    def _known(self) -> dict[Callable[[StepContext], Any], Any]:
+        return {}
+
+    def once(self, fn: Callable[[StepContext], T]) -> T:
+        """`fn` of this step, worked out when it is first asked for. For what several laws look at."""
+        if fn not in self._known:
+            self._known[fn] = fn(self)
+        answer: T = self._known[fn]
+        return answer
 
     def differ(
         self, clause_id: str, name: str, got: Any, expected: Any, owner: np.ndarray | None = None,

@@ -25,7 +25,7 @@ from conformance.kill_matrix import run_matrix
 from conformance.mutants import MUTANTS, Mutant
 from runner_api.config import LAYOUTS
 
-PACKAGES = ("conformance", "runner_api", "cpu_reference")
+PACKAGES = ("conformance", "runner_api", "cpu_reference", "engine_core")
 SOURCES = (".py", ".toml", ".json")
 RUNNER = "cpu"
 

@@ -106,15 +106,15 @@ class DenseRowTracker:
         """Apply one plan, and hold the rows in the record against what they must be."""
         self.findings, self.tested = [], set()
         self.prompt_lens |= {new.req_id: new.prompt_len for new in plan.scheduled_new_reqs}
-        before, self.change = self.rows, next_rows(self.rows, plan, self.prompt_lens, self.threshold)
+        self.change = next_rows(self.rows, plan, self.prompt_lens, self.threshold)
         got = dict(zip(record.req_ids, record.idx_mapping.tolist(), strict=False))
         if got.keys() == set(self.change.order) and got:
-            self._judge(before, plan, got)
+            self._judge(plan, got)
         # The rows are the candidate's own from here on; where they are no order, its batch order must do.
         packed = sorted(got.values()) == list(range(len(got)))
         self.rows = sorted(got, key=got.__getitem__) if packed else list(record.req_ids)
 
-    def _judge(self, before: Sequence[str], plan: SchedulerOutput, got: Mapping[str, int]) -> None:
+    def _judge(self, plan: SchedulerOutput, got: Mapping[str, int]) -> None:
         change = self.change
         # 1 the batch is the rows
         self.tested |= {"MR-STATE-002", "MR-DENSE-001"}

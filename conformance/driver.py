@@ -176,7 +176,7 @@ class RandomDriver:
             self._add_some(world)
         elif random.random() < 0.4 and world.free_rows:
             world.add(self._prompt(world), 0, self._params(world), self._seed())
-        step = world.close(*self._padding(world))
+        step = world.close(*self._padding())
         if world.config.num_speculative_tokens and step.plan.total_num_scheduled_tokens:
             step = replace(step, forced=draw_outcome(world, step, random))
         return replace(step, grammar=draw_masks(world, step, random))
@@ -277,7 +277,7 @@ class RandomDriver:
         n = int(self.random.integers(1, k + 1))
         return n if 1 + n <= min(world.budget, world.room(request)) else 0
 
-    def _padding(self, world: PlanWorld) -> tuple[int, int | None]:
+    def _padding(self) -> tuple[int, int | None]:
         if not self.pads or self.random.random() >= self.padding:
             return 0, 0
         reqs = None if self.random.random() < 0.3 else int(self.random.integers(0, 5))

@@ -117,10 +117,8 @@ class Twins:
         if self._poisons:
             self.dense.poison_unused(keep_blocks=keep_blocks | step.blocks_read())
         first = self._run(self.dense, step.plan, step, None)
-        forced = None
-        if first is not None and not self.exact:
-            forced = self.dense.last_step()
-        second = self._run(self.slots, told, step, forced)
+        follow = self.dense.last_step() if first is not None and not self.exact else None
+        second = self._run(self.slots, told, step, follow)
         record, other = self.dense.last_step(), self.slots.last_step()
         self.tally.steps += 1
         if (first is None) != (second is None):

@@ -20,8 +20,9 @@ import conformance.laws_memory
 import conformance.laws_sampling
 import conformance.laws_values  # noqa: F401
 from conformance.clauses import clause, load_clauses
-from conformance.context import Mismatch, RowTracker, StepContext
-from conformance.dense_rows import TRACKED, DenseRowTracker
+from conformance.context import TRACKED, Mismatch, RowTracker, StepContext
+from conformance.dense_rows import TRACKED as DENSE_TRACKED
+from conformance.dense_rows import DenseRowTracker
 from conformance.driver import GROUPS, KINDS, RandomDriver, WorldSize, draw_size
 from conformance.evaluation import Evaluation, EvaluationError
 from conformance.foreign import PlanChanged, must_be_unchanged, own_copy, staying
@@ -57,7 +58,7 @@ SEEDS = 3
 # Steps of one world: long enough for rows and blocks to change hands often, short enough to see many sizes.
 STEPS_PER_WORLD = 20
 # Clauses that worlds can put to the test: by laws, and by following the rows of either layout.
-WORLD_CLAUSES = frozenset(LAWS) | TRACKED | {f"MR-STATE-{n:03}" for n in (1, 2, 3, 4, 8)}
+WORLD_CLAUSES = frozenset(LAWS) | TRACKED | DENSE_TRACKED
 # The order in which laws are asked: where one of FIRST fails, the record cannot be read any further.
 FIRST = tuple(law for law in LAWS.values() if law.first)
 CAUSES = tuple(law for law in LAWS.values() if not law.first and not law.consequence)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from conformance.context import Mismatch
 from conformance.probe import RECORDED, probe
+from conformance.refusals import ACCEPTED, refusal
 from conformance.sampling_probes import watched
 from conformance.sampling_truth import after_grammar
 from conformance.scene import VOCAB, Actor, Scene, differs, row_differences, row_faults
-from runner_api import Capability, GrammarOutput, PlanError, RunnerError, SamplingParams, StructuredOutputsParams
+from runner_api import Capability, GrammarOutput, RunnerError, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from conformance.probes import Bench
@@ -155,17 +157,10 @@ def misfits_are_refused(bench: Bench) -> Found:
     runner = scene.runner
     runner.execute_model(scene.plan(["a"]))
     for what, grammar in misfits:
-        got: Any = "accepted"
-        try:
-            runner.sample_tokens(grammar)
-        except PlanError as e:
-            got = "PlanError"
-            found["MR-ERR-101"] += differs("MR-ERR-101", "code", None, e.code, "MR-ERR-049")
-        except Exception as e:  # any other error is a crash, not a refusal
-            got = repr(e)
-        found["MR-ERR-049"] += differs("MR-ERR-049", f"grammar {what}", "a", got, "PlanError")
-        if got == "accepted":
-            return {"MR-ERR-049": found["MR-ERR-049"]}
+        for m in refusal(partial(runner.sample_tokens, grammar), "MR-ERR-049", f"grammar {what}", "a"):
+            found[m.clause_id].append(m)
+            if m.got == ACCEPTED:
+                return {"MR-ERR-049": found["MR-ERR-049"]}
     try:
         tokens: Any = runner.sample_tokens().get_output().tokens()
     except RunnerError as e:

@@ -71,7 +71,6 @@ _LAST_TOKEN = "token = tl.load(words + last, mask=out, other=0)"
 _SCAN = "while (found < 0) & (end > lowest):"
 _OLD = "old = tl.load(tokens + place, mask=inside & (place < known), other=0)"
 _DRAFT = "draft = tl.load(input_ids + i - (position - place), mask=inside & (place >= known), other=0)"
-_OWNER = "row = tl.load(idx_mapping + i, mask=i < num_reqs, other=-1)"
 _KNOWN_TOKEN = "token = tl.load(all_token_ids + row * all_stride + s, mask=s < known, other=0)"
 _DRAWN = "n = tl.load(num_sampled + i, mask=row >= 0, other=0)"
 

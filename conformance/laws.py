@@ -109,7 +109,7 @@ def _unreadable(c: StepContext) -> list[Mismatch]:
 
 @law("MR-BATCH-002")
 def short_requests_lead(c: StepContext) -> Found:
-    keys = _order_keys(c)
+    keys = c.order_keys
     at = next((i for i in range(1, len(keys)) if keys[i] < keys[i - 1]), None)
     if at is None:
         return []
@@ -119,7 +119,7 @@ def short_requests_lead(c: StepContext) -> Found:
 
 @law("MR-BATCH-003")
 def ties_keep_the_plans_order(c: StepContext) -> Found:
-    keys = _order_keys(c)
+    keys = c.order_keys
     place = {r: i for i, r in enumerate(c.plan.num_scheduled_tokens)}
     ids = c.record.req_ids
     for i in range(1, len(ids)):
@@ -136,11 +136,6 @@ def counts_are_the_plans(c: StepContext) -> Found:
         for name, value in wanted.items()
         if getattr(c.record, name) != value
     ]
-
-
-def _order_keys(c: StepContext) -> list[tuple[bool, bool, int]]:
-    q = 1 + c.config.num_speculative_tokens
-    return [(not m.num_drafts, m.num_scheduled != q, m.num_scheduled) for m in c.members]
 
 
 # -- OUT and ASYNC --------------------------------------------------------------------------------------------

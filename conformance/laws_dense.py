@@ -73,9 +73,7 @@ def _draws(c: StepContext, clause_id: str, chosen: Collection[str]) -> Found:
     seeds = c.differ(clause_id, "seeds", c.record.seeds, wanted, np.arange(c.num_reqs), mine)
     samples = np.array([m.samples for m in c.members])
     counts = c.differ(clause_id, "num_sampled", c.record.num_sampled > 0, samples, np.arange(c.num_reqs), mine)
-    if "_draw_faults" not in c.__dict__:
-        c.__dict__["_draw_faults"] = draws_win(c)
-    return [*seeds, *counts, *_of(clause_id, chosen, c.__dict__["_draw_faults"])]
+    return [*seeds, *counts, *_of(clause_id, chosen, c.once(draws_win))]
 
 
 # -- moved into a hole ----------------------------------------------------------------------------------------

@@ -126,14 +126,14 @@ def padding_starts_at_the_real_total(c: StepContext) -> Found:
     if c.reqs_padded == c.num_reqs:
         return None
     tail = c.record.query_start_loc[c.num_reqs + 1 :]
-    return _tail(c, "MR-PAD-001", "query_start_loc", tail, c.num_tokens, c.num_reqs + 1)
+    return _tail("MR-PAD-001", "query_start_loc", tail, c.num_tokens, c.num_reqs + 1)
 
 
 @law("MR-PAD-002")
 def padding_rows_have_no_keys(c: StepContext) -> Found:
     if c.reqs_padded == c.num_reqs:
         return None
-    return _tail(c, "MR-PAD-002", "seq_lens", c.record.seq_lens[c.num_reqs :], 0, c.num_reqs)
+    return _tail("MR-PAD-002", "seq_lens", c.record.seq_lens[c.num_reqs :], 0, c.num_reqs)
 
 
 @law("MR-PAD-003")
@@ -157,7 +157,7 @@ def padding_tokens_own_no_slot(c: StepContext) -> Found:
     found = []
     for g in range(c.num_groups):
         tail = c.record.slot_mappings[g, c.num_tokens :]
-        found += _tail(c, "MR-PAD-004", "slot_mappings", tail, PAD_SLOT_ID, c.num_tokens, g)
+        found += _tail("MR-PAD-004", "slot_mappings", tail, PAD_SLOT_ID, c.num_tokens, g)
     return found
 
 
@@ -173,8 +173,6 @@ def padded_sizes_are_told(c: StepContext) -> Found:
     ]
 
 
-def _tail(
-    c: StepContext, clause_id: str, name: str, tail: np.ndarray, value: int, start: int, *lead: int
-) -> list[Mismatch]:
+def _tail(clause_id: str, name: str, tail: np.ndarray, value: int, start: int, *lead: int) -> list[Mismatch]:
     wrong = np.flatnonzero(tail != value)[:MOST_MISMATCHES]
     return [Mismatch(clause_id, name, None, (*lead, start + int(i)), int(tail[i]), value) for i in wrong]

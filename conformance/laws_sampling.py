@@ -33,11 +33,8 @@ LOGPROB_TOLERANCE = 1e-4
 
 
 def histories(c: StepContext) -> list[RowHistory]:
-    """What each logits row stands behind, worked out once a step."""
-    cached: list[RowHistory] | None = c.__dict__.get("_histories")
-    if cached is None:
-        cached = c.__dict__["_histories"] = [_history(c, j) for j in range(len(c.logit_owner))]
-    return cached
+    """What each logits row stands behind."""
+    return [_history(c, j) for j in range(len(c.logit_owner))]
 
 
 def _history(c: StepContext, j: int) -> RowHistory:
@@ -71,7 +68,7 @@ def draws_win(c: StepContext) -> Found:
     rows = rows[np.array([c.members[i].samples for i in c.logit_owner[rows]], bool)]
     if not len(rows):
         return None
-    every, drawn = histories(c), draws(c)
+    every, drawn = c.once(histories), draws(c)
     seeds = np.array([c.members[int(c.logit_owner[j])].request.seed for j in rows], np.int64)
     positions = np.array([len(every[j].tokens) - 1 for j in rows], np.int64)
     gumbel = gumbel_noise(seeds, positions, c.model.vocab_size, c.config.noise)
@@ -153,7 +150,7 @@ def _values(c: StepContext, clause_id: str) -> Found:
 def _base(c: StepContext, j: int) -> np.ndarray:
     """float64[V] the row that log probabilities of the mode are taken from."""
     take = processed if c.config.logprobs_mode.startswith("processed") else after_grammar
-    return take(c.record.logits[j], histories(c)[j])
+    return take(c.record.logits[j], c.once(histories)[j])
 
 
 def _logprob_rows(c: StepContext) -> np.ndarray:

@@ -92,7 +92,7 @@ def _logits(c: StepContext, clause_id: str, *, padded: bool, windowed: bool) -> 
     """Logits rows against the dense definition. Padded steps and rows whose window has moved have their own clause."""
     if c.record.logits is None or c.padded != padded:
         return None
-    wanted = _true_logits(c)
+    wanted = c.once(_true_logits)
     if c.record.logits.shape != wanted.shape:
         return [Mismatch(clause_id, "logits", None, (), c.record.logits.shape, wanted.shape)]
     moved = np.array([any(reach and m.computed + m.num_scheduled > reach + 1 for reach in c.reach) for m in c.members])
@@ -107,15 +107,12 @@ def _logits(c: StepContext, clause_id: str, *, padded: bool, windowed: bool) -> 
 
 
 def _true_logits(c: StepContext) -> np.ndarray:
-    """float32[L, V] from each request's own tokens, drafts included; worked out once a step."""
-    cached = c.__dict__.get("_true_logits")
-    if cached is None:
-        sequences = []
-        for m in c.members:
-            known = [*m.request.tokens[: m.computed], *m.input_ids]
-            sequences += [known[: len(known) - d] for d in range(m.num_drafts, -1, -1)]
-        cached = c.__dict__["_true_logits"] = witness_logits(c.model, sequences)
-    return cached
+    """float32[L, V] from each request's own tokens, drafts included."""
+    sequences = []
+    for m in c.members:
+        known = [*m.request.tokens[: m.computed], *m.input_ids]
+        sequences += [known[: len(known) - d] for d in range(m.num_drafts, -1, -1)]
+    return witness_logits(c.model, sequences)
 
 
 # -- drawing --------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 from conformance.context import Mismatch
 from conformance.probe import RECORDED, probe
 from conformance.sampling_truth import RowHistory, after_grammar, columns_of, log_softmax, processed
-from conformance.scene import MODEL, VOCAB, Actor, Scene, Sight, differs, row_differences, servable
+from conformance.scene import MODEL, VOCAB, Actor, Scene, Sight, differs, row_differences, servable_part
 from conformance.truth import witness_logits
 from runner_api import Capability, LogprobsLists, SamplingParams
 from runner_api.config import LOGPROBS_MODES
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from conformance.probes import Bench
 
 Found = dict[str, list[Mismatch]]
+GREEDY = SamplingParams(temperature=0.0)
 RAW, PROCESSED, LOGITS = "MR-LOGPROB-001", "MR-LOGPROB-003", "MR-LOGPROB-004"
 LISTED_IDS = (49, 5, 0, 31)
 TOP, LISTED, WIDTH, COUNTS, RANK, LOST = (f"MR-LOGPROB-{n:03}" for n in (5, 6, 7, 8, 2, 9))
@@ -48,7 +48,7 @@ def log_probabilities_are_right(bench: Bench) -> Found:
         }  # fmt: skip
         if n in (1, 2):
             asks["all"] = {"logprobs": -1, "temperature": 1.5, "min_p": 0.3}
-        params = {i: _servable_part(p, offered) for i, p in asks.items()}
+        params = {i: servable_part(GREEDY, p, offered) for i, p in asks.items()}
         scene = Scene(bench.runner, offered, [Actor(i, [3, 4], p, 9) for i, p in params.items()], logprobs_mode=mode)
         random = np.random.default_rng(n)
         logits = {i: (random.integers(-12, 13, VOCAB) / 4).astype(np.float32) for i in asks}
@@ -100,14 +100,6 @@ def _judge(
 
 def _close(clause: str, mode: str, req_id: str, got: np.ndarray, want: np.ndarray) -> list[Mismatch]:
     return row_differences(clause, mode, req_id, got, want) if len(want) else []
-
-
-def _servable_part(asks: Mapping[str, Any], offered: frozenset[Capability]) -> SamplingParams:
-    params = SamplingParams(temperature=0.0)
-    for name, value in asks.items():
-        more = replace(params, **{name: value})
-        params = more if servable(more, offered) else params
-    return params
 
 
 # -- of prompts ---------------------------------------------------------------------------------------------------

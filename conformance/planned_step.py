@@ -93,3 +93,24 @@ class PlannedStep:
         if self.forced is None or self.forced.draft_token_ids is None:
             return None
         return dict(zip(self.truth.order, self.forced.draft_token_ids.tolist(), strict=True))
+
+
+def order_key(num_scheduled: int, num_drafts: int, num_speculative_tokens: int) -> tuple[bool, bool, int]:
+    """What a batch of the slots layout is sorted by; ties keep the plan's order. Who verifies drafts leads, then who
+    has a decode's number of tokens, then the shorter."""
+    return not num_drafts, num_scheduled != 1 + num_speculative_tokens, num_scheduled
+
+
+def spoil(plan: SchedulerOutput) -> None:
+    """What an engine may do that uses its lists again: other tokens, no blocks, no counts."""
+    cached = plan.scheduled_cached_reqs
+    for new in plan.scheduled_new_reqs:
+        for tokens in (new.prompt_token_ids, new.prefill_token_ids):
+            assert isinstance(tokens, list)
+            tokens[:] = [0] * len(tokens)
+    for blocks in (*(new.block_ids for new in plan.scheduled_new_reqs), *(b for b in cached.new_block_ids if b)):
+        for ids in blocks:
+            ids.clear()
+    for values in (cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, cached.num_output_tokens):
+        values.clear()
+    plan.num_scheduled_tokens.clear()

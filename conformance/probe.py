@@ -48,11 +48,6 @@ def clauses_of(fn: ProbeFunction) -> frozenset[str] | None:
     return getattr(fn, "clauses", None)
 
 
-def needs_of(fn: ProbeFunction) -> frozenset[Capability]:
-    """What a probe needs; nothing where it declares nothing."""
-    return getattr(fn, "needs", frozenset())
-
-
 def _named(words: str) -> frozenset[str]:
     found = set()
     for word in words.split():

@@ -6,7 +6,8 @@ A probe takes a `Bench`, builds the runners it needs and returns the mismatches 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from conformance.outcome_probes import (
 )
 from conformance.outputs_probes import outputs_are_the_references
 from conformance.probe import RECORDED, probe
+from conformance.refusals import ACCEPTED, changed_parts, refusal
 from conformance.sampling_probes import (
     circumstances_change_nothing,
     drafts_count_as_said,
@@ -176,26 +178,24 @@ def impossible_plans_are_refused(bench: Bench) -> Found:
             two_live(runner)
             before = dict(runner.state_digest()) if digests else {}
         found[clause_id] = []
-        try:
-            runner.execute_model(plan, descriptor=descriptor)
-        except PlanError as e:
-            if e.code != clause_id:
-                found["MR-ERR-101"].append(Mismatch("MR-ERR-101", "code", None, (), e.code, clause_id))
-        except Exception as e:  # any other error is a crash, not a refusal
-            found[clause_id].append(Mismatch(clause_id, "execute_model", None, (), repr(e), "PlanError"))
-        else:
-            found[clause_id].append(Mismatch(clause_id, "execute_model", None, (), "accepted", "PlanError"))
+        wrong = refusal(partial(runner.execute_model, plan, descriptor=descriptor), clause_id, "execute_model")
+        _add(found, wrong)
+        if any(m.got == ACCEPTED for m in wrong):
             runner = None
             continue
         if digests:
-            after = dict(runner.state_digest())
-            changed = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
+            changed = changed_parts(before, runner.state_digest())
             found.setdefault("MR-ERR-001", [])
             if changed:
                 wanted = f"as before {clause_id}"
                 found["MR-ERR-001"].append(Mismatch("MR-ERR-001", "state_digest", None, (), changed, wanted))
                 runner = None
     return found
+
+
+def _add(found: Found, wrong: list[Mismatch]) -> None:
+    for m in wrong:
+        found[m.clause_id].append(m)
 
 
 @probe("ERR-044 ERR-045 ERR-101", Capability.GENERATE, Capability.PLAN_VALIDATION, Capability.FORCED_STEP)
@@ -214,17 +214,9 @@ def impossible_outcomes_are_refused(bench: Bench) -> Found:
     for clause_id, forced in outcomes:
         runner = bench.fresh()
         runner.execute_model(plan)
-        got: Any = "accepted"
-        try:
-            runner.sample_tokens(forced=forced)
-        except PlanError as e:
-            got = "PlanError"
-            if e.code != clause_id:
-                found["MR-ERR-101"].append(Mismatch("MR-ERR-101", "code", None, (), e.code, clause_id))
-        except Exception as e:  # any other error is a crash, not a refusal
-            got = repr(e)
-        if got != "PlanError":
-            found[clause_id].append(Mismatch(clause_id, "sample_tokens", "a", (), got, "PlanError"))
+        wrong = refusal(partial(runner.sample_tokens, forced=forced), clause_id, "sample_tokens", "a")
+        _add(found, wrong)
+        if any(m.clause_id == clause_id for m in wrong):
             continue
         after = runner.sample_tokens().get_output().tokens()
         if after != expected:
@@ -240,19 +232,9 @@ def too_many_stop_tokens_are_refused(bench: Bench) -> Found:
     ends = tuple(range(MAX_STOP_TOKEN_IDS + 1))
     held = new("a", [1, 2], [1], eos_token_ids=ends, sampling_params=SamplingParams(temperature=0.0, min_tokens=1))
     found: Found = {"MR-ERR-050": [], "MR-ERR-101": []}
-    got: Any = "accepted"
-    try:
-        run(runner, plan_of(held))
-    except PlanError as e:
-        got = "PlanError"
-        if e.code != "MR-ERR-050":
-            found["MR-ERR-101"].append(Mismatch("MR-ERR-101", "code", None, (), e.code, "MR-ERR-050"))
-    except Exception as e:  # any other error is a crash, not a refusal
-        got = repr(e)
-    if got != "PlanError":
-        found["MR-ERR-050"].append(Mismatch("MR-ERR-050", "execute_model", "a", (), got, "PlanError"))
-        return found
-    run(runner, plan_of(replace(held, sampling_params=GREEDY)))
+    _add(found, refusal(lambda: run(runner, plan_of(held)), "MR-ERR-050", "execute_model", "a"))
+    if not found["MR-ERR-050"]:
+        run(runner, plan_of(replace(held, sampling_params=GREEDY)))
     return found
 
 
@@ -292,25 +274,36 @@ def calls_out_of_order_are_refused(bench: Bench) -> Found:
     return found
 
 
+# A value of every sampling parameter that asks something of a runner; all others are the engine's.
+ASKED: dict[str, Any] = {
+    "temperature": 1.0, "top_k": 3, "top_p": 0.5, "min_p": 0.5, "seed": 1, "presence_penalty": 1.0,
+    "frequency_penalty": 1.0, "repetition_penalty": 2.0, "min_tokens": 2, "logprobs": 1, "prompt_logprobs": 1,
+    "allowed_token_ids": (1,), "logit_bias": {1: 2.0}, "bad_words_token_ids": ((1,),), "logprob_token_ids": (1,),
+    "thinking_token_budget": 3, "structured_outputs": StructuredOutputsParams(regex="a"),
+    "trace_decode_token_ids": (1,), "extra_args": {"a": 1},
+}  # fmt: skip
+OF_THE_ENGINE = frozenset({"n", "max_tokens", "stop", "stop_token_ids", "ignore_eos"})
+
+
+def each_asked() -> list[SamplingParams]:
+    """Every sampling parameter of a runner for itself: greedy, unless greedy switches it off. KeyError for one that
+    `ASKED` does not know."""
+    random = ("temperature", "top_k", "top_p", "min_p", "seed")
+    names = [f.name for f in fields(SamplingParams) if f.name not in OF_THE_ENGINE]
+    return [SamplingParams(**{"temperature": float(n in random), n: ASKED[n]}) for n in names]
+
+
 @probe("ERR-005", Capability.GENERATE)
 def capabilities_not_offered_are_refused(bench: Bench) -> Found:
     """Every sampling parameter whose capability is missing raises CapabilityError when a request asks for it.
 
     So do those that need something that the runner was not built with: markers of thinking, a logits processor.
     """
-    asks = (
-        SamplingParams(temperature=1.0, seed=1), SamplingParams(top_k=3), SamplingParams(top_p=0.5),
-        SamplingParams(min_p=0.5), SamplingParams(logprobs=1), SamplingParams(prompt_logprobs=1),
-        SamplingParams(presence_penalty=1.0), SamplingParams(logit_bias={1: 2.0}),
-        SamplingParams(allowed_token_ids=(1,)), SamplingParams(min_tokens=2),
-        SamplingParams(bad_words_token_ids=((1,),)),
-        SamplingParams(temperature=0.0, thinking_token_budget=3),
-        SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")), SamplingParams(logprob_token_ids=(1,)),
-        SamplingParams(trace_decode_token_ids=(1,)), SamplingParams(temperature=0.0, extra_args={"a": 1}),
-    )  # fmt: skip
     runner, found = bench.fresh(), []
-    unbuilt = [p for p in asks if p.thinking_token_budget is not None or p.extra_args]
-    for params in [p for p in asks if p.required_capabilities() - bench.capabilities or p in unbuilt]:
+    for params in each_asked():
+        unbuilt = params.thinking_token_budget is not None or params.extra_args
+        if not unbuilt and not params.required_capabilities() - bench.capabilities:
+            continue
         try:
             runner.execute_model(plan_of(new("a", [1], [1], sampling_params=params)))
         except CapabilityError:
@@ -451,8 +444,7 @@ def a_refused_plan_is_not_begun(bench: Bench) -> Found:
         pass
     else:
         return {}  # MR-ERR-031 is told of it
-    after = dict(runner.state_digest())
-    changed = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
+    changed = changed_parts(before, runner.state_digest())
     wrong = [Mismatch("MR-ERR-001", "state_digest", None, (), changed, "as before")] if changed else []
     return {"MR-ERR-001": wrong}
 

@@ -15,7 +15,7 @@ import pytest
 if TYPE_CHECKING:
     from conformance.pytest_session import RunnerSession
 
-LAYOUTS = ("slots", "dense")
+LAYOUTS = ("slots", "dense")  # `runner_api.config.LAYOUTS`: a run that judges no runner imports nothing of it
 MARKER = "clause(*ids): the clauses of modelrunner that a test is about; see `modelrunner clauses`"
 OTHERS = ("layout", "oracle", "seed", "rounds", "expectations", "report")  # options that say nothing without --runner
 _NAME = "modelrunner_session"

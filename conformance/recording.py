@@ -245,7 +245,8 @@ def build_runner(factory: str | RunnerFactory, launch: Launch) -> ModelRunner:
     try:
         runner.load_model(launch.model)
         runner.initialize_kv_cache(_kv_cache_config(runner, launch))
-        runner.capture_graphs()
+        if Capability.CUDA_GRAPHS in runner.describe().capabilities:
+            runner.capture_graphs()
     except RunnerError:
         raise
     except Exception as e:  # foreign code

@@ -16,6 +16,7 @@ import numpy as np
 from conformance.context import Mismatch
 from conformance.harness import build_runner
 from conformance.noise import gumbel_noise
+from conformance.planned_step import order_key
 from conformance.sampling_truth import RowHistory, processed
 from runner_api import (
     BatchDescriptor,
@@ -120,7 +121,6 @@ class Scene:
             config = replace(config, reasoning=REASONING)
         config = replace(config, **changes)
         self.config = config
-        self._decode_len = 1 + config.num_speculative_tokens
         self.runner = build_runner(runner, MODEL, config, 1 + config.max_num_reqs * BLOCKS_EACH)[0]
         self.actors = {a.req_id: a for a in actors}
         self._leaving: tuple[set[str], set[str]] = (set(), set())  # finished, preempted: told by the next plan
@@ -177,10 +177,11 @@ class Scene:
 
     def _order(self, plan: SchedulerOutput, told: Sequence[str]) -> tuple[str, ...]:
         """The runner's own batch order, if it is one of the plan's requests; a wrong one is not what is judged here."""
-        counts, drafts, q = plan.num_scheduled_tokens, plan.scheduled_spec_decode_tokens, self._decode_len
+        counts, drafts = plan.num_scheduled_tokens, plan.scheduled_spec_decode_tokens
         if sorted(told) == sorted(counts):
             return tuple(told)
-        return tuple(sorted(counts, key=lambda r: (not drafts.get(r), counts[r] != q, counts[r])))
+        k = self.config.num_speculative_tokens
+        return tuple(sorted(counts, key=lambda r: order_key(counts[r], len(drafts.get(r, ())), k)))
 
     def plan(
         self, chunks: Mapping[str, int] | Sequence[str], drafts: Mapping[str, int] | None = None
@@ -292,3 +293,12 @@ def differs(clause_id: str, name: str, req_id: str | None, got: Any, want: Any) 
 
 def servable(params: SamplingParams, offered: Collection[Capability]) -> bool:
     return params.required_capabilities() <= frozenset(offered)
+
+
+def servable_part(base: SamplingParams, asks: Mapping[str, Any], offered: Collection[Capability]) -> SamplingParams:
+    """`base` with those of the parameters, taken one after the other, that the runner can serve."""
+    params = base
+    for name, value in asks.items():
+        more = replace(params, **{name: value})
+        params = more if servable(more, offered) else params
+    return params

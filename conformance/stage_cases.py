@@ -32,7 +32,7 @@ def draw_cases(random: np.random.Generator, oracle: StageSet) -> Iterator[StageC
     """Every stage once or more, on one random batch. `oracle` tells how far attention may be off for its rounding."""
     b = _Batch(random)
     yield from b.staged_writes()
-    yield b.query_start(b.scheduled, b.query_start_loc)
+    yield b.query_start()
     yield b.prefill()
     yield b.positions_and_lengths()
     yield b.expansion()
@@ -125,12 +125,12 @@ class _Batch:
             [(VALUES, "base", inside), (KEPT, "base", ~inside)],
         )  # fmt: skip
 
-    def query_start(self, lengths: np.ndarray, expected: np.ndarray) -> StageCase:
+    def query_start(self) -> StageCase:
         tail = self._from(self.n + 1, self.r + 1)
         return StageCase(
             "prepare_query_start_loc",
             {
-                "num_scheduled_tokens": lengths, "num_reqs": self.r,
+                "num_scheduled_tokens": self.scheduled, "num_reqs": self.r,
                 "query_start_loc": self._full(self.n + 1, np.int32),
             },
             [(VALUES, "query_start_loc", ~tail), (WHOLE, "query_start_loc", tail)],

@@ -6,7 +6,7 @@ is a story, and what is told may be shortened anywhere: `conformance.shrink` doe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -286,12 +286,3 @@ def _mask_rows(step: PlannedStep) -> tuple[tuple[str, tuple[tuple[int, ...], ...
     owners = g.structured_output_request_ids
     rows = np.reshape(g.grammar_bitmask, (len(owners), -1, g.grammar_bitmask.shape[1])).tolist()
     return tuple((r, tuple(map(tuple, mask))) for r, mask in zip(owners, rows, strict=True))
-
-
-def by_request(actions: Sequence[Action]) -> Mapping[str, int]:
-    """How many actions speak of each request."""
-    counts: dict[str, int] = {}
-    for a in actions:
-        if not isinstance(a, Close):
-            counts[a.req_id] = counts.get(a.req_id, 0) + 1
-    return counts

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from conformance.dense_rows import next_rows
-from conformance.planned_step import PlannedStep, RequestTruth, StepTruth, WorldRequest
+from conformance.planned_step import PlannedStep, RequestTruth, StepTruth, WorldRequest, order_key
 from conformance.world_blocks import Ghost, WorldBlocks
 from runner_api import (
     NULL_BLOCK_ID,
@@ -226,10 +226,8 @@ class PlanWorld:
             self._new, self._cached, self._counts, total, {k: v for k, v in self._drafts.items() if v},
             frozenset(self._finished), frozenset(self._preempted), self._zero, self._copies,
         )  # fmt: skip
-        q = 1 + self.config.num_speculative_tokens
-        order = tuple(
-            sorted(self._counts, key=lambda i: (not self._drafts.get(i), self._counts[i] != q, self._counts[i]))
-        )
+        k = self.config.num_speculative_tokens
+        order = tuple(sorted(self._counts, key=lambda i: order_key(self._counts[i], len(self._drafts.get(i, ())), k)))
         if self.dense:
             order = self._dense_order(plan)
         truth = StepTruth(order, self._truths, plan.finished_req_ids | self._left)

@@ -78,7 +78,8 @@ class Runner:
     def step(self, plan, descriptor=None):
         new = plan.get("scheduled_new_reqs", [])
         for request in new:
-            params = request.get("sampling_params") or {"temperature": 0}
+            params = request.get("sampling_params")
+            params = {"temperature": 0} if params is None else params  # {}: all of them at their defaults
             refuse("temperature", params.get("temperature", 1.0))
             for field in ASKS:
                 refuse(field, params.get(field) is not None and [params[field]])

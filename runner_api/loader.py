@@ -159,6 +159,11 @@ def _check_info(info: RunnerInfo) -> None:
         raise ConfigError(
             "the runner describes itself wrongly", field="RunnerInfo.notes", got=notes, expected="a tuple of str"
         )
+    if info.selection is not None and not isinstance(info.selection, LayoutDecision):
+        raise ConfigError(
+            "the runner describes itself wrongly", field="RunnerInfo.selection", got=info.selection,
+            expected="a LayoutDecision or None",
+        )  # fmt: skip
 
 
 def _label(name: str | RunnerFactory) -> str:

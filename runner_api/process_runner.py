@@ -135,8 +135,14 @@ class ProcessFactory:
         data = ask(self.process(), "stage", dict[str, Any], name=stage, arrays=arguments_to_json(arrays))
         for name, result in arguments_from_json(data).items():
             given = arrays.get(name)
-            for mine, theirs in zip(_listed(given), _listed(result), strict=True):
-                _fill(f"{stage}.{name}", mine, theirs)
+            mine, theirs = _listed(given), _listed(result)
+            if len(mine) != len(theirs):
+                raise RunnerError(
+                    "another number of outputs than were given", field=f"{stage}.{name}", got=len(theirs),
+                    expected=str(len(mine)),
+                )  # fmt: skip
+            for one, filled in zip(mine, theirs, strict=True):
+                _fill(f"{stage}.{name}", one, filled)
 
 
 class ProcessRunner:

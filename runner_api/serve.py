@@ -43,7 +43,7 @@ from runner_api.selection import offered_layouts
 from runner_api.stages import StageSet
 from runner_api.wire import error_to_json, from_json, to_json
 
-# Outputs that are kept until somebody asks; far more than steps are ever in flight.
+# The latest outputs are kept, asked for or not: they may be asked for again. Far more than steps are ever in flight.
 KEPT_OUTPUTS = 64
 # What a step is refused with where a part of it cannot be read.
 CODES = {"plan": "MR-ERR-020", "descriptor": "MR-ERR-043", "forced": "MR-ERR-044", "grammar": "MR-ERR-049"}

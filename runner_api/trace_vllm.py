@@ -179,8 +179,11 @@ def step_from_vllm(value: Mapping[str, Any], meta: Mapping[str, Any]) -> StepRec
         return StepRecord(plan, runner=runner, extra={"step": value["step"]})
     if not isinstance(batch, dict) or not isinstance(value["sampled"], dict):
         raise TraceError("batch and sampled are objects", field="batch", got=type(batch).__name__)
-    read = _read_dense if RECORDED_LAYOUTS[meta["runner"]] == "dense" else _read_slots
-    record = _read_common(plan, batch, value["sampled"]) | read(plan, batch, value["sampled"], meta)
+    record = _read_common(plan, batch, value["sampled"])
+    if RECORDED_LAYOUTS[meta["runner"]] == "dense":
+        record |= _read_dense(plan, batch, value["sampled"])
+    else:
+        record |= _read_slots(plan, batch, value["sampled"], meta)
     return StepRecord(plan, runner=runner, **record, extra=_extra(value, plan))
 
 
@@ -275,9 +278,7 @@ def _table(
     return tuple(rows)
 
 
-def _read_dense(
-    plan: SchedulerOutput, batch: Mapping[str, Any], sampled: Mapping[str, Any], meta: Mapping[str, Any]
-) -> dict[str, Any]:
+def _read_dense(plan: SchedulerOutput, batch: Mapping[str, Any], sampled: Mapping[str, Any]) -> dict[str, Any]:
     """What the dense layout records: a row is its batch index, nothing is padded, one KV cache group.
 
     `trace_vllm_dense` adds what the plans tell. How many drafts were accepted they do not.

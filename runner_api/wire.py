@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from runner_api import errors
-from runner_api.errors import ConfigError, RunnerError, UnknownNameError
+from runner_api.errors import ConfigError, RunnerError, UnknownNameError, safely
 from runner_api.wire_types import codec_of
 from runner_api.wire_values import Fault, read_full, write_full
 
@@ -48,17 +48,15 @@ def from_json(cls: Any, data: Any) -> Any:
 
 
 def error_to_json(error: BaseException) -> dict[str, Any]:
-    """type, code and text; of a RunnerError also what, field, req_id, got and expected as text, hint."""
-    plain: dict[str, Any] = {"type": type(error).__name__, "text": str(error)}
+    """type, code and text; of a RunnerError also what, field, req_id, got, expected and hint: text, whatever a runner
+    put there."""
+    plain: dict[str, Any] = {"type": type(error).__name__, "text": safely(str, error)}
     if not isinstance(error, RunnerError):
         return plain
     # The nearest class that the other side knows.
     plain["type"] = next(c.__name__ for c in type(error).__mro__ if ERRORS.get(c.__name__) is c)
-    plain["code"] = error.code
-    texts = {"what": error.what, "field": error.field, "req_id": error.req_id, "hint": error.hint}
-    values = {"got": error.got, "expected": error.expected}
-    texts |= {k: v if v is None or isinstance(v, str) else repr(v) for k, v in values.items()}
-    return plain | {k: v for k, v in texts.items() if v is not None}
+    told = {name: getattr(error, name, None) for name in ("code", "what", "field", "req_id", "got", "expected", "hint")}
+    return plain | {k: v if isinstance(v, str) else safely(repr, v) for k, v in told.items() if v is not None}
 
 
 def error_from_json(data: Any) -> RunnerError:

@@ -155,7 +155,7 @@ def _set(inner: Codec) -> Codec:
     def write(value: Any) -> list[Any]:
         if not isinstance(value, Set):
             raise Fault(f"is of type {type(value).__name__}", value, "a set")
-        return sorted(map(inner.write, value))
+        return sorted(map(inner.write, value), key=lambda v: (type(v).__name__, v))
 
     def read(data: Any) -> frozenset[Any]:
         if not isinstance(data, list):

@@ -113,12 +113,18 @@ def _read_nested(data: Any, want: np.dtype[Any], rank: int) -> np.ndarray:
     except ValueError:
         raise Fault("has rows of different lengths", data, f"{rank} levels of lists") from None
     kinds = {"f": "fiu", "b": "b"}.get(want.kind, "iu")
-    if found.ndim != rank or (found.size and found.dtype.kind not in kinds):
+    if found.ndim != rank or (found.size and found.dtype.kind not in kinds) or (want.kind != "b" and _has_bool(data)):
         raise Fault("is no array of that kind", data, f"{want.name} in {rank} level{'s' * (rank > 1)} of lists")
     if limits and found.size and (int(found.min()) < limits[0] or int(found.max()) > limits[1]):
         raise Fault("has elements out of range", data, f"{want.name} values")
     with np.errstate(over="ignore"):  # a number beyond the type is an infinity
         return found.astype(want)
+
+
+def _has_bool(data: list[Any]) -> bool:
+    """Whether one is among the elements of nested lists: NumPy makes a number of it where numbers stand beside it."""
+    kinds = set(map(type, data))
+    return bool in kinds or (list in kinds and any(map(_has_bool, data)))
 
 
 def _as_uint64(data: Any) -> np.ndarray:

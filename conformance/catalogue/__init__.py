@@ -3,7 +3,7 @@
 A scenario says which requests run for how many tokens in each step, what is imposed (logits, tokens, drafts, masks, a
 padded shape), and what must be seen: fields of the StepRecord, the runner's own draws, what comes out, an error that
 must be raised, or that a request draws what it draws alone. It brings at least one faulty variant, a changed expression
-that makes the reference (or the engine) do what the report describes, and which it must catch. Three levels:
+that makes the reference (or the engine) do what the report describes, and which it must catch. Four levels:
 
     runner  steps of one runner (`runner_level`): requests, steps, expect
     stage   single stages on given arrays (`stage_level`): calls

@@ -35,6 +35,7 @@ def plain(value: Any) -> Any:
 
 
 def differs(where: str, got: Any, expected: Any) -> list[Difference]:
+    """One fact, as plain values: nothing, or the difference. Numbers with a point are equal within rounding."""
     got, expected = plain(got), plain(expected)
     return [] if _same(got, expected) else [Difference(where, got, expected)]
 

@@ -145,6 +145,8 @@ def _engine(setup: Setup, layout: str, runner: str | RunnerFactory, package: str
 
 
 def play(case: Scenario, layout: str, runner: str | RunnerFactory, package: str = ENGINE) -> list[Difference]:
+    """Run the scenario's requests through an engine to their end: what is not as it says. package: the engine's.
+    Raises what the engine raises, unless something else was seen before."""
     expect = case.expect
     played = Play(case.setup, layout, runner, package)
     story = played.story

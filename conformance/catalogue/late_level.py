@@ -66,6 +66,8 @@ def lacks(runner: ModelRunner) -> str:
 
 
 def play(case: Scenario, layout: str, runner: str | RunnerFactory) -> list[Difference]:
+    """Run the host's part of the scenario's steps with every copy held back, then the copies: what was looked at and
+    is not as it says. Raises what the runner raises."""
     built: Any = call_factory(runner, config_of(case.setup, layout))
     stream = built.copies = HeldCopies()
     built.load_model(model_of(case.setup))

@@ -12,6 +12,7 @@ import numpy as np
 from conformance.catalogue.comparison import Difference, differ_between, differs, plain
 from conformance.catalogue.scenario import ALL, Scenario, Setup, Step
 from conformance.catalogue.script import Script, Share, config_of, model_of, params_of
+from conformance.planned_step import spoil
 from runner_api import (
     Capability,
     CapabilityError,
@@ -92,7 +93,7 @@ class Play:
         plan, shares = self.script.plan(step)
         self.runner.execute_model(plan, descriptor=self.script.descriptor(step))
         if step.spoil:
-            _spoil(plan)
+            spoil(plan)
         if not shares:
             return True
         order = self.runner.last_step().req_ids
@@ -247,16 +248,6 @@ def of_request(record: StepRecord, name: str, req_id: str) -> Any:
     return plain(value[i])
 
 
-def _spoil(plan: Any) -> None:
-    """What an engine may do with its plan as soon as execute_model is back: use the lists for the next one."""
-    for new in plan.scheduled_new_reqs:
-        for values in (new.prompt_token_ids, new.prefill_token_ids, *new.block_ids):
-            values[:] = [0] * len(values)
-    cached = plan.scheduled_cached_reqs
-    for values in (cached.req_ids, cached.num_computed_tokens, cached.new_block_ids):
-        values.clear()
-    plan.num_scheduled_tokens.clear()
-
-
 def play(case: Scenario, layout: str, runner: str | RunnerFactory) -> list[Difference]:
+    """Run the scenario's steps on one runner of this layout: what is not as it says. Raises what the runner raises."""
     return Play(case, layout, runner).run()

@@ -34,10 +34,12 @@ DEFAULTS = {"max_num_reqs": 4, "max_num_batched_tokens": 32, "max_model_len": 32
 
 
 def model_of(setup: Setup) -> WitnessConfig:
+    """The witness model that a scenario runs on."""
     return WitnessConfig(setup.vocab, tuple(WitnessGroup(g.block_size, g.window) for g in setup.groups))
 
 
 def config_of(setup: Setup, layout: str, **changes: Any) -> RunnerConfig:
+    """What a scenario's runner is built from, in this layout of rows. Raises ConfigError for a value out of range."""
     values = {**DEFAULTS, **setup.config, "layout": layout, **changes}
     # What one layout alone has: an order in which rows are free, and decodes that are moved to the front.
     values.pop("initial_free_rows" if layout == "dense" else "reorder_batch_threshold", None)
@@ -53,7 +55,7 @@ def params_of(request: Request, **changes: Any) -> SamplingParams:
 
 @dataclass(slots=True)
 class Life:
-    """One request as it is now. `steps` tells of each output what it was drawn from: (logits or None, was it imposed,
+    """One request as it is now. `outputs` tells of each what it was drawn from: (logits or None, was it imposed,
     own draws, tokens taken)."""
 
     spec: Request
@@ -81,7 +83,7 @@ class Share:
 
 
 class Script:
-    """Plans for one runner. Every call of `plan` is meant to be run, or taken back with `restore`."""
+    """Plans for one runner. Every call of `plan` is meant to be run: who may not run it keeps a copy of the script."""
 
     def __init__(self, setup: Setup, layout: str, requests: Sequence[Request]) -> None:
         self.setup, self.layout = setup, layout

@@ -16,6 +16,7 @@ from runner_api.stages import StageSet
 
 
 def play(case: Scenario, runner: str | RunnerFactory) -> list[Difference]:
+    """Call the scenario's stages one by one: the outputs that are not as it says. Raises what a stage raises."""
     stages = load_stages(runner)
     found: list[Difference] = []
     for n, call in enumerate(case.calls, 1):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from conformance.metamorphic.story import Ask
+from conformance.planned_step import spoil
 from conformance.world_blocks import Ghost, WorldBlocks
 from runner_api import (
     AsyncModelRunnerOutput,
@@ -163,7 +164,7 @@ class Player:
             handle = self.runner.sample_tokens(self._grammar(due))
             self._on_their_way.append((self.step, handle, tuple(plan.num_scheduled_tokens), due))
             if self.way.spoilt:
-                _spoil(plan)
+                spoil(plan)
                 self.counts["spoilt"] += 1
         self.step += 1
         self._take_outputs(self.way.late)
@@ -369,21 +370,6 @@ def _scores(output: ModelRunnerOutput, req_id: str, params: SamplingParams, voca
     width = 1 + (len(listed) if listed is not None else vocab_size if best == -1 else best or 0)
     ids, values = (np.asarray(a[row])[:width].tolist() for a in (lists.token_ids, lists.logprobs))
     return tuple(ids), tuple(values), int(lists.ranks[row])
-
-
-def _spoil(plan: SchedulerOutput) -> None:
-    """What an engine may do that uses its lists again: other tokens, no blocks, no counts."""
-    cached = plan.scheduled_cached_reqs
-    for new in plan.scheduled_new_reqs:
-        for tokens in (new.prompt_token_ids, new.prefill_token_ids):
-            assert isinstance(tokens, list)
-            tokens[:] = [0] * len(tokens)
-    for blocks in (*(new.block_ids for new in plan.scheduled_new_reqs), *(b for b in cached.new_block_ids if b)):
-        for ids in blocks:
-            ids.clear()
-    for values in (cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, cached.num_output_tokens):
-        values.clear()
-    plan.num_scheduled_tokens.clear()
 
 
 def _fits(graph: BatchDescriptor, total: int, lengths: Sequence[int]) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from conformance.scene import servable_part
 from runner_api import Capability, SamplingParams
 
 # The largest id that parameters name, and one; prompts keep to these ids too, so that any vocabulary will do.
@@ -86,18 +87,9 @@ def _wishes(offered: frozenset[Capability], ids: int) -> list[SamplingParams]:
         (random, {"min_tokens": 3, "stop_token_ids": tuple(range(0, ids, 2))}),
         (random, {}),
     )
-    return [_servable(base, extra, offered) for base, extra in wanted]
+    return [servable_part(base, extra, offered) for base, extra in wanted]
 
 
 def _bad_words(ids: int) -> tuple[tuple[int, ...], ...]:
     """Bad words: two single tokens out of what is allowed, and every pair."""
     return ((1,), (4,), *(pair for pair in PAIRS if max(pair) < ids))
-
-
-def _servable(base: SamplingParams, extra: dict[str, object], offered: frozenset[Capability]) -> SamplingParams:
-    params = base
-    for name, value in extra.items():
-        changed = replace(params, **{name: value})  # type: ignore[arg-type]
-        if changed.required_capabilities() <= offered:
-            params = changed
-    return params

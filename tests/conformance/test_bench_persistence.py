@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
 
-from conformance.bench import persistence
+from conformance.bench import persistence, plot
 from conformance.bench.arguments import LIFETIMES
 from conformance.bench.persistence import Comparison, answer, compare, spread, stops_paying
 from conformance.bench.plot import plot_persistence
@@ -266,7 +266,12 @@ def test_misuse(options: list[str], told: str, capsys: pytest.CaptureFixture[str
     assert told in capsys.readouterr().err
 
 
-def test_all_lifetimes_by_default() -> None:
+def test_all_lifetimes_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "persistence", "--steps", "20", "--json", "--lifetimes"]) == 0
+    assert list(json.loads(capsys.readouterr().out)["traces"]) == [
+        "main",
+        *(f"L = {lifetime}" for lifetime in LIFETIMES),
+    ]
     assert LIFETIMES == (1, 2, 4, 8, 16, 64, 250)
 
 
@@ -279,10 +284,44 @@ def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "pip install 'modelrunner[plot]'" in capsys.readouterr().err
 
 
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every figure that is drawn, as matplotlib holds it."""
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn: list[Any] = []
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        drawn.append(figure.Figure(*args, **kwargs))
+        return drawn[-1]
+
+    monkeypatch.setattr(plot, "_figure_class", lambda: kept)
+    return drawn
+
+
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_plot(suffix: str, tmp_path: Any, compared: Comparison) -> None:
-    pytest.importorskip("matplotlib")
+def test_plot(suffix: str, tmp_path: Any, compared: Comparison, trace: RequestTrace, figures: list[Any]) -> None:
+    """What was counted step by step, and the ratios of the sweep, are what is drawn."""
+    short_lived = compare("cpu", request_trace(4, 60, fixed(1)), compared.info.layout, full=True)
     file = tmp_path / f"drawn{suffix}"
-    plot_persistence(str(file), compared, {1: compared, 8: compared})
+    plot_persistence(str(file), compared, {1: short_lived, 8: compared})
+    (figure,) = figures
+    entries, ratios = figure.axes
+    drawn = [(line.get_xdata(), line.get_ydata()) for line in entries.lines]
+    assert [list(x) for x, _ in drawn] == [list(range(1, 61))] * 2
+    assert [list(y) for _, y in drawn] == [list(accumulate(way.written)) for way in (compared.rebuild, compared.diffs)]
+    assert [y[-1] for _, y in drawn] == [trace.entries_rebuilding, trace.entries_of_diffs]
+    texts = [t.get_text() for t in entries.texts]
+    assert texts == [f"rebuilding: {trace.entries_rebuilding:,}", f"diffs: {trace.entries_of_diffs:,}"]
+    by_label = {line.get_label(): line for line in ratios.lines}
+    for label, ratio in (("entries", "entry_ratio"), ("time of a step", "time_ratio")):
+        assert list(by_label[label].get_xdata()) == [1, 8]
+        assert list(by_label[label].get_ydata()) == [getattr(short_lived, ratio), getattr(compared, ratio)]
+    assert [t.get_text() for t in ratios.get_legend().get_texts()] == ["entries", "time of a step"]
+    assert figure.get_suptitle() == f"cpu, {compared.info.layout} layout, seed 4"
     start = file.read_bytes()[:200]
     assert start.startswith(b"\x89PNG") if suffix == ".png" else b"<?xml" in start
+
+
+def test_one_panel_without_a_sweep(tmp_path: Any, compared: Comparison, figures: list[Any]) -> None:
+    plot_persistence(str(tmp_path / "drawn.svg"), compared, {})
+    assert [len(panel.lines) for panel in figures[0].axes] == [2]

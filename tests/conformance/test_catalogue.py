@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 
 from conformance.catalogue import Scenario, catalogue, caught, parse, run, run_case, run_variants, select
 from conformance.catalogue.__main__ import main
-from runner_api import Capability, ConfigError, RunnerConfig, UnknownNameError
+from cpu_reference.runner import CpuModelRunner
+from runner_api import Capability, ConfigError, RunnerConfig, StepRecord, UnknownNameError
 from runner_api.loader import load_factory
 
 DOC = Path(__file__).parents[2] / "docs" / "write-a-scenario.md"
@@ -82,6 +84,33 @@ def test_a_stale_table_entry_is_seen_where_it_does_harm() -> None:
     by_variant = {r.variant: [d.where for d in r.differences] for r in run_variants(case)}
     assert by_variant[0] == ["step 3 refused"]  # nothing else of validation is gone
     assert "step 4 kv[E]" in by_variant[1]
+
+
+class Keeper(CpuModelRunner):
+    """Reads the blocks that a cached request was given from the plan's own lists, after the step."""
+
+    def execute_model(self, plan: Any, **kwargs: Any) -> Any:
+        self.given = [ids for blocks in plan.scheduled_cached_reqs.new_block_ids if blocks for ids in blocks]
+        return super().execute_model(plan, **kwargs)
+
+    def last_step(self) -> StepRecord:
+        record = super().last_step()
+        slots = record.slot_mappings.copy()
+        for ids in self.given:
+            slots[0, -1] = ids[0] * 4 if ids else -1
+        return replace(record, slot_mappings=slots)
+
+
+@pytest.mark.parametrize(("spoilt", "story"), [(False, ""), (True, "step 2 slot_mappings: got [-1], expected [8]")])
+def test_the_plans_lists_are_overwritten_where_a_step_says_so(spoilt: bool, story: str) -> None:
+    setup = "setup.groups = [{ block_size = 4 }]\n"
+    first = STEP.replace("[1, 2, 3]", "[1, 2, 3, 4]").replace("[0, 1, 2]", "[0, 1, 2, 3]")
+    second = f'[[case.steps]]\nrun = ["A"]\nspoil = {str(spoilt).lower()}\nseen.slot_mappings = [8]\n'
+    request = REQUEST.replace("[1, 2, 3]", "[1, 2, 3, 4]")
+    (case,) = parse(case_of() + setup + request + first + second + VARIANT)
+    assert [r.outcome for r in run_case(case)] == ["pass"]
+    (result,) = run_case(case, Keeper)
+    assert result.story == story
 
 
 # -- no silent pass -----------------------------------------------------------------------------------------------

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from conformance.pytest_plugin import LAYOUTS
 from conformance.report_file import read_report
 from runner_api import SPEC_VERSION
+from runner_api.config import LAYOUTS as ALL_LAYOUTS
 
 ROOT = Path(__file__).resolve().parents[2]
 SUITE = ("--pyargs", "conformance.suite")
@@ -201,3 +203,8 @@ def test_an_interrupted_run_has_no_footer(folder: Path) -> None:
     kinds = [json.loads(line)["kind"] for line in (folder / "r.jsonl").read_text().splitlines()]
     assert kinds[0] == "header"
     assert "footer" not in kinds
+
+
+def test_every_layout_can_be_chosen() -> None:
+    """The plugin spells them again: it imports nothing until a runner is judged."""
+    assert LAYOUTS == ALL_LAYOUTS

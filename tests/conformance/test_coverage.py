@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -83,6 +86,21 @@ def test_another_source_is_another_answer(counted: list[int], monkeypatch: pytes
     one = digest()
     (package / "law.toml").write_text("x = 1")
     assert len({before, one, digest()}) == 3
+
+
+def test_every_package_that_a_run_imports_is_in_the_digest() -> None:
+    """A change of any of them may change the answer."""
+    program = textwrap.dedent("""
+        import json, sys
+        from conformance import coverage
+
+        coverage.evaluate(coverage.RUNNER, seeds=(0,), steps=3)
+        coverage.run_matrix(coverage.RUNNER, mutants=coverage.MUTANTS[coverage.RUNNER][:1], jobs=1)
+        print(json.dumps(list(sys.modules)))
+        """)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    ours = {path.parent.name for path in Path(__file__).parents[2].glob("*/__init__.py")}
+    assert ours & set(json.loads(done.stdout)) == set(module.PACKAGES)
 
 
 def test_clauses_as_json(counted: list[int], capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from conformance.clauses import load_clauses
-from conformance.evaluate import Evaluation, evaluate
+from conformance.context import TRACKED, RowTracker, StepContext
+from conformance.dense_rows import TRACKED as DENSE_TRACKED
+from conformance.dense_rows import DenseRowTracker
+from conformance.evaluate import WORLD_CLAUSES, Evaluation, evaluate
 from cpu_reference.async_output import AsyncOutput
 from cpu_reference.runner import CAPABILITIES, CpuModelRunner
 from runner_api import Capability, StepRecord
@@ -35,6 +39,38 @@ def test_every_clause_was_tested_or_skipped_with_a_reason(cpu: Evaluation) -> No
 def test_worlds_met_what_runners_get_wrong(cpu: Evaluation) -> None:
     for action in ("preempt", "resume", "resume_same_plan", "prefix_hit", "block_copy", "window_eviction", "padded"):
         assert cpu.counts[action] > 10, action
+
+
+@pytest.mark.parametrize(
+    ("layout", "tracker", "clauses"),
+    [("slots", RowTracker, TRACKED), ("dense", DenseRowTracker, DENSE_TRACKED)],
+)
+def test_trackers_ask_the_clauses_that_they_name(
+    layout: str, tracker: Any, clauses: frozenset[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: set[str] = set()
+    advance = tracker.advance
+
+    def advanced(self: Any, plan: Any, record: StepRecord) -> None:
+        advance(self, plan, record)
+        asked.update(self.tested)
+
+    monkeypatch.setattr(tracker, "advance", advanced)
+    evaluate("cpu", layout=layout, seeds=range(4), enough=lambda e: asked == clauses)
+    assert asked == clauses
+    assert clauses <= WORLD_CLAUSES
+
+
+def test_what_several_laws_look_at_is_worked_out_once() -> None:
+    calls = []
+
+    def told(c: StepContext) -> int:
+        calls.append(c)
+        return len(calls)
+
+    (one, other) = (StepContext(*[None] * 12) for _ in range(2))  # type: ignore[arg-type]
+    assert [one.once(told), one.once(told), other.once(told), one.once(told)] == [1, 1, 2, 1]
+    assert calls == [one, other]
 
 
 def record_with(change: Callable[[StepRecord], dict[str, object]]) -> type[CpuModelRunner]:

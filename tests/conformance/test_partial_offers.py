@@ -6,6 +6,7 @@ exception, which the judge would report.
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from conformance.evaluate import evaluate
 from cpu_reference.runner import CAPABILITIES, CpuModelRunner
+from engine_core.cli import main
 from runner_api import Capability, CapabilityError, KVCacheConfig, RunnerConfig, StepRecord
 
 C = Capability
@@ -83,3 +85,15 @@ def test_a_right_runner_passes_whatever_it_offers(offers: frozenset[Capability])
     assert set(judged.untested) <= {"MR-LOGPROB-001"}  # a few steps do not meet everything
     assert sum(count > 0 for count in judged.tested.values()) >= 10
     assert all(judged.skipped.values())
+
+
+class Boasts(CpuModelRunner):
+    """Declares what no clause asks for."""
+
+    capabilities = CAPABILITIES | {C.POOLING, C.LORA}
+
+
+def test_what_is_declared_and_not_judged_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{__name__}:Boasts", "--steps", "5", "--json"]) == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert [note for note in notes if "not judged" in note] == ["declared and not judged: pooling, lora"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -11,8 +11,8 @@ import pytest
 from conformance.clauses import load_clauses
 from conformance.evaluate import evaluate
 from conformance.outcomes import Outcome, results_of
-from conformance.probe import clauses_of, needs_of, probe
-from conformance.probes import PROBES, Bench
+from conformance.probe import clauses_of, probe
+from conformance.probes import ASKED, OF_THE_ENGINE, PROBES, Bench, each_asked
 from conformance.smoke import smoke
 from conformance.stage_laws import stages_judged, stages_of_clauses
 from cpu_reference.runner import CAPABILITIES, CpuModelRunner
@@ -23,6 +23,7 @@ from runner_api import (
     ConfigError,
     RunnerConfig,
     RunnerInfo,
+    SamplingParams,
     SchedulerOutput,
     StageAdapter,
     StageSet,
@@ -219,12 +220,41 @@ def test_what_is_declared_must_be_there() -> None:
 @pytest.mark.parametrize("each", PROBES, ids=lambda p: p.__name__)
 def test_probes_declare_what_they_test(each: Any) -> None:
     """And each runs only where what it needs is offered."""
-    declared, needs = clauses_of(each), needs_of(each)
+    declared, needs = clauses_of(each), each.needs
     assert declared
     assert needs & {Capability.GENERATE, Capability.STAGES}
     assert each(Bench(None, CAPABILITIES - needs)) == {}  # type: ignore[arg-type]
     for clause_id in declared:
         assert load_clauses()[clause_id].requires & {Capability.GENERATE, Capability.STAGES}
+
+
+def test_every_sampling_parameter_is_asked_for() -> None:
+    """A new one must be asked for as well, or be the engine's."""
+    names = {f.name for f in fields(SamplingParams)}
+    assert set(ASKED) | OF_THE_ENGINE == names
+    assert not set(ASKED) & OF_THE_ENGINE
+    for params, name in zip(each_asked(), [n.name for n in fields(SamplingParams) if n.name in ASKED], strict=True):
+        assert getattr(params, name) == getattr(SamplingParams(**{name: ASKED[name]}), name), "greedy switched it off"
+        assert params.required_capabilities() or name == "extra_args"
+
+
+class Overlooks(CpuModelRunner):
+    """Offers no penalties, and refuses one of the three alone."""
+
+    def describe(self) -> RunnerInfo:
+        info = super().describe()
+        return replace(info, capabilities=info.capabilities - {Capability.PENALTIES})
+
+    def execute_model(self, plan: Any, **kwargs: Any) -> Any:
+        if any(new.sampling_params.presence_penalty for new in plan.scheduled_new_reqs):
+            raise CapabilityError("is not offered", field="presence_penalty")
+        return super().execute_model(plan, **kwargs)
+
+
+def test_a_parameter_that_is_overlooked_is_found() -> None:
+    (told,) = (p for p in PROBES if p.__name__ == "capabilities_not_offered_are_refused")
+    found = told(Bench(Overlooks, CAPABILITIES - {Capability.PENALTIES}))["MR-ERR-005"]
+    assert [(m.got, m.expected) for m in found] == [("accepted", "CapabilityError for ['penalties']")] * 2
 
 
 def test_a_probe_must_declare_what_it_reports() -> None:

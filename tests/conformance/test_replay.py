@@ -410,6 +410,8 @@ class Stored(dict):
         (0.051, {}, "different"),
         (-0.01, {}, "different"),  # not even the winner of its own logits
         (0.001, {"margin": 0.5}, "different"),  # flat logits, where the recorded program saw a clear winner
+        (0.001, {"margin": 0.12}, "near_tie"),
+        (0.001, {"margin": 0.14}, "different"),
         (0.001, {"margin": None}, "near_tie"),
         (0.09, {"temperature": 0.5}, "near_tie"),
         (0.11, {"temperature": 0.5}, "different"),
@@ -566,6 +568,27 @@ def frames_above():
         frame = frame.f_back
 
 
+class SpyWithoutGraphs(Spy):
+    """Has what `PROTOCOL_METHODS` asks for."""
+
+    def __getattr__(self, name):
+        if name == "capture_graphs":
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
+
+class SpyWithGraphs(Spy):
+    def describe(self):
+        info = self._runner.describe()
+        return dataclasses.replace(info, capabilities=info.capabilities | {Capability.CUDA_GRAPHS})
+
+
+@pytest.mark.parametrize(("spy", "captured"), [("Spy", 0), ("SpyWithoutGraphs", 0), ("SpyWithGraphs", 1)])
+def test_graphs_are_captured_where_they_are_offered(spy, captured):
+    assert replay_recording(recording("mixed"), steps=3, runner=f"{__name__}:{spy}").verdict == "AGREE"
+    assert [name for name, *_ in Spy.latest.calls].count("capture_graphs") == captured
+
+
 def leads_to_a_record(value, depth=4):
     """Whether a StepRecord can be reached from `value` through containers and attributes, the runner left out."""
     if isinstance(value, (StepRecord, Trace)):
@@ -614,9 +637,7 @@ def test_a_runner_gets_plan_shape_and_outcome_and_nothing_that_leads_to_the_reco
     steps = [c for c in Spy.latest.calls if c[0] in ("execute_model", "sample_tokens")]
     others = {c[0] for c in Spy.latest.calls} - {"execute_model", "sample_tokens"}
     assert len(steps) == 24
-    assert others == {
-        "describe", "load_model", "get_kv_cache_specs", "initialize_kv_cache", "capture_graphs", "last_step", "shutdown"
-    }  # fmt: skip
+    assert others == {"describe", "load_model", "get_kv_cache_specs", "initialize_kv_cache", "last_step", "shutdown"}
     arrays = [
         a
         for record in trace.steps

@@ -124,7 +124,7 @@ def test_what_a_factory_raises_is_told(factory, text):
     [
         ("name", None), ("class_path", 1), ("version", 2.0), ("device", 5), ("dtype", float), ("layout", None),
         ("noise", ()), ("capabilities", ["generate"]), ("capabilities", frozenset({"generate"})), ("notes", None),
-        ("notes", ["x"]), ("notes", (1,)),
+        ("notes", ["x"]), ("notes", (1,)), ("selection", "foo"),
     ],
 )  # fmt: skip
 def test_a_runner_must_describe_itself_in_the_right_types(field, value):

@@ -36,6 +36,7 @@ from runner_api import (
     load_stages,
 )
 from runner_api.process_runner import ProcessFactory
+from runner_api.serve import KEPT_OUTPUTS
 
 SERVED = f"{sys.executable} -m runner_api.serve"
 CPU = f"process:{SERVED} cpu_reference.layouts:build_runner"
@@ -145,6 +146,18 @@ def test_outputs_may_be_taken_late_and_twice(ready):
     assert first.get_output() == first.get_output()
 
 
+def test_the_latest_outputs_alone_are_kept(ready):
+    """A program that never forgets an output fills its memory."""
+    handles = []
+    for n in range(KEPT_OUTPUTS + 1):
+        gone = frozenset({f"r{n - 1}"}) if n else frozenset()
+        ready.execute_model(plan_of(new(f"r{n}", [1, 2, n % 50], [1]), finished_req_ids=gone))
+        handles.append(ready.sample_tokens())
+    with pytest.raises(RunnerError, match="no such output is kept"):
+        handles[0].get_output()
+    assert [h.get_output().req_ids for h in handles[1:]] == [(f"r{n}",) for n in range(1, KEPT_OUTPUTS + 1)]
+
+
 def test_stages_run_alone(cpu):
     assert load_stages(cpu).stages.keys() == load_stages("cpu").stages.keys()
     here, there = load_stages("cpu"), load_stages(cpu)
@@ -207,6 +220,11 @@ def test_what_cannot_be_told_is_refused_as_a_runner_would(ready):
     assert ready.sample_tokens().get_output().req_ids == ("a",)
 
 
+def test_a_set_of_names_and_numbers_is_refused(ready):
+    with pytest.raises(PlanError, match=r"MR-ERR-020.*finished_req_ids"):
+        ready.execute_model(plan_of(finished_req_ids={1, "a"}))
+
+
 def test_what_the_pipe_does_not_carry_is_refused(cpu, ready):
     with pytest.raises(CapabilityError, match="a model object"):
         cpu(RunnerConfig()).load_model(object())
@@ -267,6 +285,58 @@ def test_methods_that_a_runner_lacks_are_refused_by_capability(tmp_path):
         runner.execute_model(plan_of())
     assert type(caught.value) is RunnerError, "a crash is not a refusal"
     assert runner.describe().name == "cpu"  # and the program goes on
+
+
+def test_errors_of_any_content_are_answered(tmp_path):
+    """The program goes on where an error has no text, or says of a request what JSON does not know."""
+    (tmp_path / "odd_errors.py").write_text(
+        textwrap.dedent("""
+        import numpy as np
+
+        from cpu_reference.runner import CpuModelRunner
+        from runner_api import PlanError
+
+
+        class Mute(Exception):
+            def __str__(self):
+                raise ValueError
+
+
+        class Odd(CpuModelRunner):
+            def execute_model(self, plan, *, descriptor=None):
+                raise PlanError("no", code="MR-ERR-020", req_id=np.int64(3)) if descriptor is None else Mute
+        """)
+    )
+    factory = ProcessFactory(f"{SERVED} {tmp_path}/odd_errors.py:Odd")
+    runner = factory(RunnerConfig())
+    with pytest.raises(PlanError, match=r"MR-ERR-020 \[np.int64\(3\)\]: no") as caught:
+        runner.execute_model(plan_of())
+    assert caught.value.req_id == "np.int64(3)"
+    with pytest.raises(RunnerError, match="failed in 'step': Mute: <Mute without a text>"):
+        runner.execute_model(plan_of(), descriptor=BatchDescriptor(CUDAGraphMode.NONE, 0))
+    assert runner.describe().name == "cpu"
+    factory.close()
+
+
+def test_a_stage_must_fill_as_many_arrays_as_it_was_given(tmp_path):
+    (tmp_path / "forgetful.py").write_text(
+        textwrap.dedent("""
+        from cpu_reference.runner import CpuModelRunner
+        from runner_api.stages import StageSet, StageSpec
+
+
+        class Forgetful(CpuModelRunner):
+            @staticmethod
+            def stages():
+                spec = StageSpec("copy", lambda tables: tables.pop(), (), ("tables",))
+                return StageSet("forgetful", {"copy": spec})
+        """)
+    )
+    factory = ProcessFactory(f"{SERVED} {tmp_path}/forgetful.py:Forgetful")
+    given = [np.zeros(2, np.int32), np.zeros(2, np.int32)]
+    with pytest.raises(RunnerError, match=r"copy\.tables: another number of outputs.*got 1, expected 2"):
+        load_stages(factory).run("copy", tables=given)
+    factory.close()
 
 
 # -- programs that break the protocol ---------------------------------------------------------------------------------

@@ -262,6 +262,40 @@ def test_errors_of_others_are_runner_errors():
         error_from_json({"type": "PlanError"})
 
 
+class Mute(Exception):
+    """As foreign code may raise it: without a text."""
+
+    def __str__(self):
+        raise ValueError("no text")
+
+    __repr__ = __str__
+
+
+def test_errors_of_any_content_have_a_text():
+    """What stands in an error comes from a runner; a program that dies while it answers would hide it."""
+    odd = PlanError("no", req_id=np.int64(3), got=Mute(), expected={1}, hint="x")
+    odd.field = np.int64(3)
+    data = json.loads(json.dumps(error_to_json(odd)))
+    assert (data["field"], data["req_id"], data["hint"]) == ("np.int64(3)", "np.int64(3)", "x")
+    assert (data["got"], data["expected"]) == ("<Mute without a text>", "{1}")
+    assert type(error_from_json(data)) is PlanError
+    assert error_to_json(Mute()) == {"type": "Mute", "text": "<Mute without a text>"}
+
+
+def test_sets_of_several_kinds_are_written():
+    """So that it is the runner's side that refuses them."""
+    assert to_json(SchedulerOutput(finished_req_ids={"a", 2, 1}))["finished_req_ids"] == [1, 2, "a"]
+
+
+@pytest.mark.parametrize("data", [[True, 3], [3, False], [True, False]])
+@pytest.mark.parametrize("dtype", ["int32", "uint64", "float32"])
+def test_true_and_false_are_no_numbers_of_an_array(data, dtype):
+    with pytest.raises(ConfigError, match="no array of that kind"):
+        array_from_json({"dtype": dtype, "shape": [2], "data": data})
+    with pytest.raises(ConfigError, match="token_ids"):
+        from_json(StepRecord, {"plan": {}, "token_ids": [[1, 2], data]})
+
+
 ODD = (
     None, True, -1, 1.5, 2**70, "", "nan", "x", [], [[]], [1, "a"], {}, {"a": 1},
     {"dtype": "int32", "shape": [1], "data": ["7"]}, {"dtype": "int32", "shape": [0] * 99, "data": []},
