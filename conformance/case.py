@@ -15,6 +15,8 @@ from typing import Any
 from conformance.dense_rows import next_rows
 from conformance.divergence import Failure, NotLegal, Sides, run_step
 from conformance.driver import WorldSize
+from conformance.foreign import all_let_go
+from conformance.harness import info_of
 from conformance.layouts import in_layout
 from conformance.planned_step import PlannedStep, RequestTruth, StepTruth, WorldRequest, order_key
 from runner_api import (
@@ -32,7 +34,7 @@ from runner_api import (
     WitnessConfig,
     group_kv_cache_specs,
 )
-from runner_api.loader import call_factory, load_factory
+from runner_api.loader import load_factory
 from runner_api.protocol import RunnerFactory
 from runner_api.wire import from_json, to_json
 
@@ -148,7 +150,7 @@ def run_case(
     if not case.steps:
         raise CaseError("a case without steps tests nothing", field="steps", got=0, expected=">= 1")
     factory = in_layout(load_factory(runner), case.config.layout or "slots")
-    offered = call_factory(factory, RunnerConfig(max_num_reqs=2)).describe().capabilities
+    offered = info_of(factory).capabilities
     sides = Sides(factory, in_layout(oracle, case.config.layout or "slots"), offered, clauses)
     run = _run(case, sides)
     if run.failure is not None and run.failure.error and any(s.keep_blocks is not None for s in case.steps):
@@ -159,6 +161,7 @@ def run_case(
     return run
 
 
+@all_let_go()
 def _run(case: Case, sides: Sides) -> CaseRun:
     size, run = case.size, CaseRun()
     size = replace(size, config=replace(size.config, record=size.config.record & sides.parts()))
@@ -171,7 +174,6 @@ def _run(case: Case, sides: Sides) -> CaseRun:
             run.steps += 1
             if run.failure is not None:
                 break
-        judge.candidate.shutdown()
     except NotLegal as e:
         raise CaseError(f"the oracle refuses the case: {e}", field="steps") from e
     return run

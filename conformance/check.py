@@ -23,6 +23,7 @@ from conformance.clauses import select
 from conformance.evaluate import SEEDS, WORLD_CLAUSES, evaluate
 from conformance.expectations import Expectation, load_expectations
 from conformance.finding import Budget, Finding, find
+from conformance.foreign import all_let_go, opened
 from conformance.layouts import in_layout
 from conformance.lockstep import AGREE, DIVERGE, LockstepResult
 from conformance.lockstep_runs import lockstep_on_model, lockstep_on_worlds
@@ -32,6 +33,7 @@ from conformance.report_file import ReportWriter, footer_of, header_of
 from conformance.smoke import smoke
 from runner_api import SPEC_VERSION, Capability, ConfigError, ModelRunner, RunnerConfig, RunnerInfo
 from runner_api.config import DTYPES
+from runner_api.errors import safely
 from runner_api.loader import call_factory, load_factory
 from runner_api.protocol import RunnerFactory
 
@@ -39,15 +41,22 @@ from runner_api.protocol import RunnerFactory
 MOST_FINDINGS = 3
 
 
+@all_let_go()
 def run_check(args: argparse.Namespace) -> int:
     """The command. Returns 0 if the runner agrees, 1 if it diverges."""
     _check_arguments(args)
     expectations = load_expectations(args.expectations) if args.expectations else ()
     selection = select(args.clause) if args.clause else None
     runner = load_factory(args.runner) if args.layout is None else in_layout(args.runner, args.layout)
-    built = call_factory(runner, RunnerConfig(max_num_reqs=2))
-    oracle = in_layout(args.against, built.describe().layout)
-    call_factory(oracle, RunnerConfig(max_num_reqs=2))
+    built = opened(call_factory(runner, RunnerConfig(max_num_reqs=2)))
+    info = built.describe()
+    if args.save_corpus and Capability.GENERATE not in info.capabilities:
+        raise ConfigError(
+            "a corpus holds plans of whole steps, which this runner does not offer", field="--save-corpus",
+            got=info.name, expected="the capability generate",
+        )  # fmt: skip
+    oracle = in_layout(args.against, info.layout)
+    opened(call_factory(oracle, RunnerConfig(max_num_reqs=2)))
     header = header_of(built, args.runner, args.against, args.seed, args.rounds, selection, args.expectations)
     writer = ReportWriter(args.report, header) if args.report else None
     try:
@@ -190,7 +199,7 @@ class _Check:
             self.report["corpus"].append(entry)
             if case.outcome == ERROR:
                 self.report["faults"].append(f"case {case.name} of the corpus is no test: {case.first}")
-            elif not case.agrees and case.clause_id not in self._expected:
+            elif not case.agrees and case.failed not in self._expected:
                 self.report["faults"].append(f"case {case.name} of the corpus diverges")
             self._write({"kind": "corpus", **entry})
 
@@ -226,7 +235,7 @@ class _Check:
                     budget=Budget(worlds=SEEDS * self.args.rounds), layout=self.info.layout,
                 )  # fmt: skip
             except Exception as e:  # the verdict stands without it
-                self.report["notes"].append(f"a failure could not be shrunk: {type(e).__name__}: {e}")
+                self.report["notes"].append(f"a failure could not be shrunk: {type(e).__name__}: {safely(str, e)}")
                 continue
             if finding is None and clauses is not None:
                 self.report["notes"].append(f"{', '.join(clauses)}: not shown again by other plans, not shrunk")

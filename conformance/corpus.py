@@ -19,12 +19,14 @@ from conformance.clauses import clause
 from conformance.divergence import NotLegal, Sides
 from conformance.driver import KINDS, draw_size
 from conformance.evaluate import STEPS_PER_WORLD, can_run
+from conformance.harness import info_of
 from conformance.layouts import in_layout
 from conformance.shapes import SHAPES
 from conformance.shrink import shrink_while
 from conformance.telling import Told, tell, tell_at_random
-from runner_api import Capability, ConfigError, RunnerConfig
-from runner_api.loader import call_factory, load_factory
+from runner_api import Capability, ConfigError
+from runner_api.errors import safely
+from runner_api.loader import load_factory
 from runner_api.protocol import RunnerFactory
 
 AGREE, DIVERGE, SKIP, ERROR = "agree", "diverge", "skip", "error"
@@ -44,12 +46,16 @@ class SavedCase:
 
 @dataclass(frozen=True, slots=True)
 class CorpusResult:
-    """One case on one runner. first: what failed first, why the case was skipped, or what is wrong with the case."""
+    """One case on one runner. clause_id: what failed when it was saved; failed: what fails now, None for an exception.
+
+    first: what failed first, why the case was skipped, or what is wrong with the case.
+    """
 
     name: str
     clause_id: str | None
     outcome: str
     first: str | None = None
+    failed: str | None = None
 
     @property
     def agrees(self) -> bool:
@@ -96,7 +102,7 @@ def run_corpus(
 ) -> list[CorpusResult]:
     """Every case of the folder on `runner`. What it does not offer is skipped; if that is all, ConfigError."""
     factory = load_factory(runner)
-    info = call_factory(factory, RunnerConfig(max_num_reqs=2)).describe()
+    info = info_of(factory)
     layouts = getattr(factory, "LAYOUTS", (info.layout,))
     results = [_run(saved, factory, info.capabilities, layouts, oracle) for saved in load_corpus(folder)]
     if all(r.outcome == SKIP for r in results):
@@ -121,11 +127,12 @@ def _run(
         return CorpusResult(saved.name, saved.clause_id, ERROR, str(e))
     except ConfigError as e:  # it drew other tokens than the plans go on with
         return CorpusResult(saved.name, saved.clause_id, DIVERGE, str(e))
+    except Exception as e:  # the factory's: it came through the smoke test, and cannot be built as the case says
+        return CorpusResult(saved.name, saved.clause_id, DIVERGE, f"{type(e).__name__}: {safely(str, e)}")
     if failure is None:
         return CorpusResult(saved.name, saved.clause_id, AGREE)
-    return CorpusResult(
-        saved.name, saved.clause_id, DIVERGE, f"step {failure.step}: {failure.mismatch or failure.error}"
-    )
+    first = f"step {failure.step}: {failure.mismatch or failure.error}"
+    return CorpusResult(saved.name, saved.clause_id, DIVERGE, first, failure.clause_id)
 
 
 # -- rare shapes --------------------------------------------------------------------------------------------------
@@ -139,9 +146,9 @@ def rare_cases(
 
     The runner says which layout; the plans are made with the oracle on both sides, so that they go on with the tokens
     that a right runner draws."""
-    layout = call_factory(runner, RunnerConfig(max_num_reqs=2)).describe().layout
+    layout = info_of(runner).layout
     right = in_layout(oracle, layout)
-    offered = capabilities & call_factory(right, RunnerConfig(max_num_reqs=2)).describe().capabilities
+    offered = capabilities & info_of(right).capabilities
     sides = Sides(right, right, offered, quiet=True)
     met = _meet(sides, layout, seed)
     return {shape: _smallest(met[shape], shape, sides) for shape in shapes if shape in met}

@@ -25,7 +25,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from conformance.certificates import DIVERGENCE, NEAR_TIE, Certifier, near_tie_cap, near_ties_text
 from conformance.driver import KINDS, REASONING, RandomDriver, draw_masks, draw_size, palette
 from conformance.evaluate import can_run, record_parts
-from conformance.harness import build_runner
+from conformance.foreign import all_let_go, let_go, staying
+from conformance.harness import build_runner, info_of
 from conformance.layouts import in_layout
 from conformance.machine import VOCAB, plan_rules
 from conformance.planned_step import PlannedStep
@@ -34,6 +35,7 @@ from conformance.world import PlanWorld
 from runner_api import (
     AsyncModelRunnerOutput,
     Capability,
+    ConfigError,
     ForcedStep,
     ModelRunner,
     ModelRunnerOutput,
@@ -45,7 +47,8 @@ from runner_api import (
     WitnessConfig,
     WitnessGroup,
 )
-from runner_api.loader import call_factory, load_factory
+from runner_api.errors import safely
+from runner_api.loader import load_factory
 from runner_api.protocol import RunnerFactory
 
 # Of a real model, relative to the largest |value|: logits as in lockstep, and what is made of them or stored.
@@ -132,10 +135,9 @@ class Twins:
         return record
 
     def finish(self) -> None:
+        """Take the last outputs. The runners are let go by whoever has built the twins."""
         while self._late:
             self._take_output()
-        self.dense.shutdown()
-        self.slots.shutdown()
 
     # -- one step ---------------------------------------------------------------------------------------------
 
@@ -283,6 +285,7 @@ def _scores(output: ModelRunnerOutput) -> dict[tuple[str, str], tuple[np.ndarray
 # -- by seeds -------------------------------------------------------------------------------------------------
 
 
+@all_let_go()
 def run_world(runner: str | RunnerFactory, seed: int, number: int, steps: int, tally: Tally) -> None:
     """One seeded world on the witness model, of every kind in turn."""
     offered = _offered(runner)
@@ -295,6 +298,7 @@ def run_world(runner: str | RunnerFactory, seed: int, number: int, steps: int, t
     _drive(twins, world, RandomDriver(random, offered, churn=0.12), steps)
 
 
+@all_let_go()
 def run_model(
     runner: str | RunnerFactory, model: str, seed: int, number: int, steps: int, tally: Tally, dtype: str = "float32"
 ) -> None:
@@ -326,7 +330,7 @@ def _drive(twins: Twins, world: PlanWorld, driver: RandomDriver, steps: int) -> 
 
 def _offered(runner: str | RunnerFactory) -> frozenset[Capability]:
     """What both layouts offer: drafts are not among it."""
-    return call_factory(in_layout(runner, "dense"), RunnerConfig(max_num_reqs=2)).describe().capabilities
+    return info_of(in_layout(runner, "dense")).capabilities
 
 
 # -- under Hypothesis -----------------------------------------------------------------------------------------
@@ -378,7 +382,11 @@ def equivalence_machine(runner: str | RunnerFactory, tally: Tally) -> type[RuleB
         def teardown(self) -> None:
             if hasattr(self, "twins"):
                 tally.events += self.world.counts
-                self.twins.finish()
+                try:
+                    self.twins.finish()
+                finally:
+                    let_go(self.twins.dense)
+                    let_go(self.twins.slots)
 
     return EquivalenceMachine
 
@@ -395,26 +403,38 @@ def campaign(
     runner: str | RunnerFactory, worlds: int, models: int, model: str, seed: int, steps: int,
     report: Callable[[str], object] = print,
 ) -> int:  # fmt: skip
-    """Thousands of seeded worlds; 0 if all agree and everything was met."""
+    """Thousands of seeded worlds; 0 if all agree and everything was met.
+
+    Raises ConfigError where there is nothing to run.
+    """
+    if worlds < 0 or models < 0 or worlds + models < 1 or steps < 1:
+        raise ConfigError(
+            "nothing would be tested", field="worlds, models, steps", got=(worlds, models, steps),
+            expected="a world or a model, and steps >= 1",
+        )  # fmt: skip
     exact, bounded = Tally(), Tally()
     start = time.perf_counter()
     for kind, tally, number in _runs(worlds, models, exact, bounded):
         try:
-            if kind == "witness":
-                run_world(runner, seed, number, steps, tally)
-            else:
-                run_model(runner, model, seed, number, steps, tally)
+            with staying():
+                if kind == "witness":
+                    run_world(runner, seed, number, steps, tally)
+                else:
+                    run_model(runner, model, seed, number, steps, tally)
         except Exception as e:
-            report(f"PARTED {kind} seed={seed} number={number}: {type(e).__name__}: {e}")
+            report(f"PARTED {kind} seed={seed} number={number}: {type(e).__name__}: {safely(str, e)}")
             return 1
     for name, tally in (("witness", exact), (model, bounded)):
         if tally.runs:
             report(f"{name}: {tally.line()}")
     seconds = time.perf_counter() - start
     missing = exact.missing(LEAST if worlds >= 300 else {})
+    empty = [name for name, tally in (("witness", exact), (model, bounded)) if tally.runs and not tally.tokens]
     too_many = bounded.near_ties > bounded.near_tie_cap
-    verdict = "DIVERGE" if missing or too_many else "AGREE"
-    report(f"verdict: {verdict} in {seconds:.1f} s" + (f", met too seldom: {missing}" if missing else ""))
+    verdict = "DIVERGE" if missing or empty or too_many else "AGREE"
+    why = f", met too seldom: {missing}" if missing else ""
+    why += f", no token was compared: {', '.join(empty)}" if empty else ""
+    report(f"verdict: {verdict} in {seconds:.1f} s{why}")
     return int(verdict != "AGREE")
 
 
@@ -434,7 +454,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=25, help="of one world (default: 25)")
     parser.add_argument("--seed", type=int, default=0, help="of the first world (default: 0)")
     args = parser.parse_args(arguments)
-    return campaign(args.runner, args.worlds, args.models, args.model or llama_tiny(), args.seed, args.steps)
+    try:
+        return campaign(args.runner, args.worlds, args.models, args.model or llama_tiny(), args.seed, args.steps)
+    except ConfigError as e:
+        print(e, file=sys.stderr)
+        return 2
 
 
 def llama_tiny() -> str:

@@ -25,8 +25,8 @@ from conformance.dense_rows import TRACKED as DENSE_TRACKED
 from conformance.dense_rows import DenseRowTracker
 from conformance.driver import GROUPS, KINDS, RandomDriver, WorldSize, draw_size
 from conformance.evaluation import Evaluation, EvaluationError
-from conformance.foreign import PlanChanged, must_be_unchanged, own_copy, staying
-from conformance.harness import build_runner
+from conformance.foreign import PlanChanged, all_let_go, must_be_unchanged, own_copy, staying
+from conformance.harness import build_runner, info_of
 from conformance.laws import LAWS, Law
 from conformance.laws_inputs import rows_follow_their_rules
 from conformance.layouts import InLayout, in_layout
@@ -50,7 +50,7 @@ from runner_api import (
     StepRecord,
 )
 from runner_api.errors import safely
-from runner_api.loader import call_factory, load_factory, load_stages
+from runner_api.loader import load_factory, load_stages
 from runner_api.protocol import RunnerFactory
 
 # Seeds of one round: each gives a world of every kind.
@@ -87,7 +87,7 @@ def evaluate(
             raise ConfigError("no clause is selected", field="selected", got=selected, expected="at least one id")
         selected = frozenset(clause(c).id for c in selected)
     runner = load_factory(runner) if layout is None else in_layout(runner, layout)
-    info = info or call_factory(runner, RunnerConfig(max_num_reqs=2)).describe()
+    info = info or info_of(runner)
     oracle = in_layout(oracle, info.layout)
     bench = Bench(runner, info.capabilities, tuple(stories))
     if info.layout == "dense":
@@ -128,7 +128,7 @@ def _probes(bench: Bench, result: Evaluation, sought: frozenset[str]) -> Iterato
         if clauses is not None and not any(map(result.asks, clauses)):
             continue
         try:
-            with staying():
+            with staying(), all_let_go():
                 found = probe(bench)
             result.note(found, probe.__name__)
         except Exception as e:
@@ -178,6 +178,7 @@ def record_parts(offered: frozenset[Capability]) -> frozenset[str]:
     return frozenset(part for part, capability in parts.items() if capability in offered)
 
 
+@all_let_go()
 def _run_world(
     runner: RunnerFactory, oracle: RunnerFactory, kind: str, entropy: list[int], steps: int, result: Evaluation,
     *, poison: bool,

@@ -18,14 +18,15 @@ from conformance.context import Mismatch
 from conformance.divergence import OTHER_TOKENS, Failure, NotLegal, Sides
 from conformance.driver import KINDS, draw_size
 from conformance.evaluate import STEPS_PER_WORLD, can_run
+from conformance.harness import info_of
 from conformance.layouts import InLayout, bare, in_layout
 from conformance.report import batch_table
 from conformance.shrink import ATTEMPTS, shrink
 from conformance.snippet import write_snippet
 from conformance.story import Close
 from conformance.telling import Told, tell_at_random, try_to_tell, without_poison
-from runner_api import Capability, ConfigError, RunnerConfig, StepRecord
-from runner_api.loader import call_factory, load_factory
+from runner_api import Capability, ConfigError, StepRecord
+from runner_api.loader import load_factory
 from runner_api.protocol import RunnerFactory
 
 
@@ -173,7 +174,7 @@ def _sides(
         raise ConfigError("an empty selection finds nothing", field="clauses", got=[], expected="ids, or None for all")
     chosen = None if clauses is None else frozenset(clause(c).id for c in clauses)
     factory = load_factory(runner) if layout is None else in_layout(runner, layout)
-    info = call_factory(factory, RunnerConfig(max_num_reqs=2)).describe()
+    info = info_of(factory)
     if Capability.GENERATE not in info.capabilities:
         raise ConfigError(
             "the runner offers no whole steps", field="runner", got=info.name, expected="the capability generate",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 from collections.abc import Iterator
 from dataclasses import fields
@@ -13,6 +14,8 @@ from runner_api.errors import safely
 
 # What a candidate may raise: a wish to leave too. What the user wants (KeyboardInterrupt) is not the candidate's.
 RAISED = (Exception, SystemExit, GeneratorExit)
+# The runners that the innermost `all_let_go` has to shut down.
+_opened: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("opened", default=None)
 
 
 class LeftTheProgram(Exception):
@@ -30,6 +33,44 @@ def staying() -> Iterator[None]:
         yield
     except (SystemExit, GeneratorExit) as e:
         raise LeftTheProgram(f"the runner raised {safely(repr, e)}, which ends the program") from e
+
+
+def shut_down(runner: Any) -> None:
+    """Shut a runner down. Raises what it raises, and LeftTheProgram."""
+    runners = _opened.get()
+    if runners is not None:
+        runners[:] = [other for other in runners if other is not runner]
+    with staying():
+        runner.shutdown()
+
+
+def let_go(runner: Any) -> None:
+    """Shut a runner down that nobody asks anything more. What it raises takes no verdict back."""
+    with contextlib.suppress(Exception):
+        shut_down(runner)
+
+
+def opened(runner: Any) -> Any:
+    """The runner, which the innermost `all_let_go` around shuts down; outside of one, who calls this has to."""
+    runners = _opened.get()
+    if runners is not None:
+        runners.append(runner)
+    return runner
+
+
+@contextlib.contextmanager
+def all_let_go() -> Iterator[None]:
+    """Whatever `harness.build_runner` builds in here, on this thread, is shut down at the end."""
+    runners: list[Any] = []
+    token = _opened.set(runners)
+    try:
+        yield
+    finally:
+        try:
+            for runner in tuple(runners):
+                let_go(runner)
+        finally:
+            _opened.reset(token)
 
 
 def own_copy(plan: SchedulerOutput) -> SchedulerOutput:

@@ -140,6 +140,8 @@ def run_kernels_check(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("triton") is None:
         raise ConfigError("kernels are compiled by triton, which is not installed", hint="pip install modelrunner[gpu]")
     try:
+        if not targets:
+            raise ConfigError("no target", field="targets", got=args.targets, expected=", ".join(TARGETS))
         for target in targets:
             if not re.fullmatch(r"sm_\d+|gfx\w+", target):
                 raise ConfigError("no such target", field="targets", got=target, expected="sm_90, gfx942, …")

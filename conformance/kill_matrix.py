@@ -285,6 +285,11 @@ def run_mutants(args: argparse.Namespace) -> int:
         if args.only not in by_id:
             raise UnknownNameError("mutant", args.only, by_id, field="--only")
         chosen = [by_id[args.only]]
+        if args.layout and chosen[0].layout != args.layout:
+            raise ConfigError(
+                f"mutant {args.only!r} is of the other layout", field="--layout", got=args.layout,
+                expected=chosen[0].layout,
+            )  # fmt: skip
     elif args.layout:
         chosen = [m for m in MUTANTS[args.runner] if m.layout == args.layout]
     progress = None if args.json else _print_verdict

@@ -181,7 +181,7 @@ def _are_tokens(row: Any) -> bool:
 def no_tokens_no_output(c: StepContext) -> Found:
     if c.num_tokens:
         return None
-    got = (c.output.req_ids, c.output.sampled_token_ids)
+    got = tuple(tuple(v) if isinstance(v, list) else v for v in (c.output.req_ids, c.output.sampled_token_ids))
     wanted = (EMPTY_MODEL_RUNNER_OUTPUT.req_ids, EMPTY_MODEL_RUNNER_OUTPUT.sampled_token_ids)
     return [] if got == wanted else [Mismatch("MR-OUT-003", "req_ids", None, (), got, wanted)]
 

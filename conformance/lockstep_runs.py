@@ -10,12 +10,12 @@ from conformance.comparison import Difference
 from conformance.dense import DenseLlama, DenseLogits
 from conformance.driver import KINDS, RandomDriver, draw_size
 from conformance.evaluate import can_run
-from conformance.harness import build_runner
+from conformance.foreign import all_let_go
+from conformance.harness import build_runner, info_of
 from conformance.lockstep import Divergence, Lockstep, LockstepResult, TokenPolicy
 from conformance.world import PlanWorld
 from runner_api import Capability, RunnerConfig
 from runner_api.errors import safely
-from runner_api.loader import call_factory
 from runner_api.protocol import RunnerFactory
 
 STEPS_PER_WORLD = 50
@@ -35,7 +35,7 @@ def lockstep_on_worlds(
     """
     total, number = LockstepResult(), 0
     try:
-        info = call_factory(runner, RunnerConfig(max_num_reqs=2)).describe()
+        info = info_of(runner)
     except Exception as e:
         return _not_built(total, e)
     offered = info.capabilities
@@ -44,16 +44,17 @@ def lockstep_on_worlds(
         random = np.random.default_rng([seed, 1000 + number])
         late = number % 2 if Capability.ASYNC_OUTPUT in offered else 0
         size = draw_size(kinds[number % len(kinds)], random, offered=offered, layout=info.layout)
-        try:
-            candidate, cache = build_runner(runner, size.model, size.config, size.num_blocks)
-        except Exception as e:
-            return _not_built(total, e)
-        with_logits = replace(size.config, record=frozenset({"logits"}))
-        reference, _ = build_runner(oracle, size.model, with_logits, size.num_blocks)
-        world = PlanWorld(size.config, cache, size.model.vocab_size)
-        policy = TokenPolicy(max_near_ties=max_near_ties)
-        lockstep = Lockstep(candidate, reference, policy, late if lag is None else lag, total)
-        _drive(lockstep, world, RandomDriver(random, offered), min(STEPS_PER_WORLD, steps - total.steps))
+        with all_let_go():
+            try:
+                candidate, cache = build_runner(runner, size.model, size.config, size.num_blocks)
+            except Exception as e:
+                return _not_built(total, e)
+            with_logits = replace(size.config, record=frozenset({"logits"}))
+            reference, _ = build_runner(oracle, size.model, with_logits, size.num_blocks)
+            world = PlanWorld(size.config, cache, size.model.vocab_size)
+            policy = TokenPolicy(max_near_ties=max_near_ties)
+            lockstep = Lockstep(candidate, reference, policy, late if lag is None else lag, total)
+            _drive(lockstep, world, RandomDriver(random, offered), min(STEPS_PER_WORLD, steps - total.steps))
         number += 1
     return total
 
@@ -65,6 +66,7 @@ def _not_built(result: LockstepResult, e: Exception) -> LockstepResult:
     return result
 
 
+@all_let_go()
 def lockstep_on_model(
     runner: RunnerFactory, oracle: RunnerFactory, model: str, steps: int, seed: int, dtype: str = "float32",
     max_near_ties: float | None = None,
@@ -77,7 +79,7 @@ def lockstep_on_model(
     from runner_api.checkpoint import load_checkpoint, resolve_model
 
     checkpoint = load_checkpoint(resolve_model(model))
-    layout = call_factory(runner, RunnerConfig(max_num_reqs=2)).describe().layout
+    layout = info_of(runner).layout
     config = RunnerConfig(**MODEL_CONFIG, record=frozenset({"logits"}), dtype=dtype, layout=layout)
     half = dtype in ("float16", "bfloat16")
     dense = DenseLogits(DenseLlama(checkpoint, dtype)) if half else None

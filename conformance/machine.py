@@ -7,6 +7,8 @@ place is a story too (`conformance.story`), which `conformance.shrink` makes sma
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -19,7 +21,8 @@ from conformance.clauses import clause
 from conformance.divergence import Sides, first_divergence
 from conformance.driver import REASONING, WorldSize, palette
 from conformance.evaluate import StepJudge, record_parts
-from conformance.harness import build_runner
+from conformance.foreign import let_go, staying
+from conformance.harness import build_runner, info_of
 from conformance.layouts import in_layout
 from conformance.planned_step import WorldRequest
 from conformance.report import batch_table
@@ -27,7 +30,8 @@ from conformance.story import Story, StoryWorld
 from conformance.telling import Told, try_to_tell
 from conformance.world import PlanWorld
 from runner_api import AsyncModelRunnerOutput, Capability, RunnerConfig, WitnessConfig, WitnessGroup
-from runner_api.loader import call_factory, load_factory
+from runner_api.errors import safely
+from runner_api.loader import load_factory
 from runner_api.protocol import RunnerFactory
 
 VOCAB = 64
@@ -38,7 +42,7 @@ SEED = st.integers(-(2**63), 2**63 - 1)
 
 
 class StoryFailed(AssertionError):
-    """A clause is broken; `story` is what led there."""
+    """A clause is broken, or the runner has raised; `story` is what led there."""
 
     def __init__(self, text: str, story: Story) -> None:
         super().__init__(text)
@@ -128,10 +132,15 @@ def plan_rules(asked: st.SearchStrategy[Any]) -> type[RuleBasedStateMachine]:
     return PlanRules
 
 
-def machine_for(runner: str | RunnerFactory, oracle: str | RunnerFactory = "cpu") -> type[RuleBasedStateMachine]:
-    """A state machine class that judges `runner`."""
+def machine_for(
+    runner: str | RunnerFactory, oracle: str | RunnerFactory = "cpu", *, late_outputs: bool = True
+) -> type[RuleBasedStateMachine]:
+    """A state machine class that judges `runner`: it raises StoryFailed, also where the runner raises on a legal plan.
+
+    late_outputs: some stories take outputs a step late, which a `Story` does not tell.
+    """
     candidate_factory = load_factory(runner)
-    info = call_factory(candidate_factory, RunnerConfig(max_num_reqs=2)).describe()
+    info = info_of(candidate_factory)
     offered, layout = info.capabilities, info.layout
     oracle_factory = in_layout(oracle, layout)
     reasoning = REASONING if Capability.THINKING_BUDGET in offered else None
@@ -159,47 +168,65 @@ def machine_for(runner: str | RunnerFactory, oracle: str | RunnerFactory = "cpu"
             elif flip:
                 config = replace(config, initial_free_rows=tuple(range(rows))[::-1])
             size = WorldSize(config, WitnessConfig(groups=tuple(groups)), num_blocks)
-            self.candidate, cache = build_runner(candidate_factory, size.model, config, num_blocks)
+            candidate, cache = build_runner(candidate_factory, size.model, config, num_blocks)
             reference, _ = build_runner(oracle_factory, size.model, config, num_blocks)
             blocks = list(range(1, num_blocks))
             order.shuffle(blocks)
             self.size, self.blocks = size, tuple(blocks)
             self.world = StoryWorld(size, cache, blocks)
             # Outputs are taken after the next step; what they must hold is known when their own step ends.
-            self.late = late and Capability.ASYNC_OUTPUT in offered
+            self.late = late and late_outputs and Capability.ASYNC_OUTPUT in offered
             self.on_its_way: tuple[AsyncModelRunnerOutput, dict[str, tuple[int, ...]]] | None = None
-            self.judge = StepJudge(self.candidate, reference, size, cache, offered)
+            self.judge = StepJudge(candidate, reference, size, cache, offered)
+            self.failed = False
 
         def close_and_run(self, pad_tokens: int, pad_reqs: int | None) -> None:
             padded = Capability.PADDED_BATCH in offered
             step = self.world.close(pad_tokens, pad_reqs) if padded else self.world.close()
-            self.judge.run_candidate(step, self.world.kept_blocks(), take_output=not self.late)
+            with self._answering("An exception on a legal plan"):
+                self.judge.run_candidate(step, self.world.kept_blocks(), take_output=not self.late)
             self._take_late_output()
             self.judge.run_oracle(step)
             self.judge.observe(self.world, step)
-            found = {c: m for c, m in self.judge.laws(step).items() if not clause(c).missing(offered)}
-            first = first_divergence(found)
+            with self._answering("A record that no law can read"):
+                found = {c: m for c, m in self.judge.laws(step).items() if not clause(c).missing(offered)}
+                first = first_divergence(found)
+                table = "" if first is None or self.judge.record is None else batch_table(self.judge.record, first)
             if first is not None:
-                law, table = clause(first.clause_id).law, batch_table(self.candidate.last_step(), first)
-                text = f"{first.clause_id} {law}\n{table}\n{first}"
-                raise StoryFailed(text, Story(self.size, self.blocks, tuple(self.world.actions)))
+                raise self._failed(f"{first.clause_id} {clause(first.clause_id).law}\n{table}\n{first}")
 
         def _take_late_output(self) -> None:
-            if self.on_its_way is not None:
-                handle, taken = self.on_its_way
-                given = handle.get_output().tokens()
-                if given != taken:
-                    law = clause("MR-ASYNC-002").law
-                    raise AssertionError(f"MR-ASYNC-002 {law}\ngot {given}, expected {taken}")
-            handle, record = self.judge.handle, self.judge.record
-            self.on_its_way = None
-            if self.late and handle is not None and record is not None:
-                self.on_its_way = (handle, record.tokens())
+            with self._answering("An exception on a legal plan"):
+                handle, taken = self.on_its_way or (None, {})
+                given = {} if handle is None else handle.get_output().tokens()
+                self.on_its_way = None
+                if self.late and self.judge.handle is not None and self.judge.record is not None:
+                    self.on_its_way = (self.judge.handle, self.judge.record.tokens())
+            if given != taken:
+                raise self._failed(f"MR-ASYNC-002 {clause('MR-ASYNC-002').law}\ngot {given}, expected {taken}")
+
+        @contextmanager
+        def _answering(self, what: str) -> Iterator[None]:
+            """Whatever the runner raises in here fails the story."""
+            try:
+                with staying():
+                    yield
+            except Exception as e:
+                raise self._failed(f"{what}: {type(e).__name__}: {safely(str, e)}") from e
+
+        def _failed(self, text: str) -> StoryFailed:
+            self.failed = True
+            return StoryFailed(text, Story(self.size, self.blocks, tuple(self.world.actions)))
 
         def teardown(self) -> None:
-            if hasattr(self, "candidate"):
-                self._take_late_output()
-                self.candidate.shutdown()
+            if not hasattr(self, "judge"):
+                return
+            try:
+                if not self.failed:  # a second failure would take the place of the first
+                    self._take_late_output()
+            finally:
+                let_go(self.judge.candidate)
+                let_go(self.judge.oracle)
 
     return PlanMachine
 
@@ -210,12 +237,13 @@ def search(runner: str | RunnerFactory, profile: settings, oracle: str | RunnerF
 
 
 def first_story(sides: Sides, examples: int, number: int) -> Told | None:
-    """The first failing story among `examples` of Hypothesis, as it is; None if none fails. number: a seed."""
+    """The first failing story among `examples` of Hypothesis, as it is; None if none fails, or if it does not fail when
+    it is told again. number: a seed."""
     profile = settings(
         max_examples=examples, phases=(Phase.generate,), database=None, deadline=None, report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck), print_blob=False,
     )  # fmt: skip
-    machine = seed(number)(machine_for(sides.candidate, sides.oracle))
+    machine = seed(number)(machine_for(sides.candidate, sides.oracle, late_outputs=False))
     try:
         run_state_machine_as_test(machine, settings=profile)
     except StoryFailed as e:

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from conformance.context import Mismatch
+from conformance.harness import info_of
 from conformance.metamorphic.judge import ONE_GROUP, VOCAB, Played, Stage, same_token, stage_of
 from conformance.metamorphic.player import Token
 from conformance.metamorphic.story import Ask, Story
 from conformance.noise import SCHEMES
 from conformance.probe import probe
 from conformance.truth import witness_logits
-from runner_api import Capability, RunnerConfig, SamplingParams, StructuredOutputsParams
-from runner_api.loader import call_factory, load_factory
+from runner_api import Capability, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from conformance.probes import Bench
@@ -117,7 +117,7 @@ def outputs_are_the_references(bench: Bench) -> Found:
     asked = [wish for wish in wishes() if wish.servable(bench.capabilities)]
     if not asked:
         return {}
-    noise = call_factory(load_factory(bench.runner), RunnerConfig(max_num_reqs=2)).describe().noise
+    noise = info_of(bench.runner).noise
     known = noise in SCHEMES
     ids = frozenset(wish.ask.req_id for wish in asked)
     played = _play(_stage(bench), ids)

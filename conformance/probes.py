@@ -15,6 +15,7 @@ import numpy as np
 from conformance.clauses import clause
 from conformance.context import Mismatch
 from conformance.dense_probes import DENSE_PROBES
+from conformance.foreign import opened
 from conformance.grammar_probes import (
     masks_behind_drafts,
     masks_belong_to_their_requests,
@@ -253,7 +254,7 @@ def calls_out_of_order_are_refused(bench: Bench) -> Found:
             found["MR-ERR-002"].append(Mismatch("MR-ERR-002", name, None, (), "accepted", "CallOrderError"))
 
     step = plan_of(new("a", [1, 2, 3], [1]))
-    bare = call_factory(bench.runner, CONFIG)
+    bare = opened(call_factory(bench.runner, CONFIG))
     refused("get_kv_cache_specs", bare.get_kv_cache_specs)
     bare.load_model(MODEL)
     refused("execute_model", lambda: bare.execute_model(step))

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from conformance.foreign import RAISED, let_go
 from conformance.replay_layout import batch_order, plans_for
 from runner_api import (
     BatchDescriptor,
@@ -39,6 +40,7 @@ from runner_api import (
     WitnessGroup,
     group_kv_cache_specs,
 )
+from runner_api.errors import safely
 from runner_api.loader import call_factory
 from runner_api.trace_vllm import RECORDED_LAYOUTS
 
@@ -234,24 +236,27 @@ def launch_of(setup: Setup, trace: Trace, num_steps: int) -> Launch:
 def check_offered(factory: str | RunnerFactory, launch: Launch) -> None:
     """Raise `CapabilityError` if the runner lacks what a step needs; ConfigError if it cannot be built."""
     runner = call_factory(factory, launch.config)
-    _check_offered(runner, launch)
-    runner.shutdown()
+    try:
+        _check_offered(runner, launch)
+    finally:
+        let_go(runner)
 
 
 def build_runner(factory: str | RunnerFactory, launch: Launch) -> ModelRunner:
     """A runner ready for the first step. Raises a RunnerError alone, before any step."""
     runner = call_factory(factory, launch.config)
-    _check_offered(runner, launch)
     try:
+        _check_offered(runner, launch)
         runner.load_model(launch.model)
         runner.initialize_kv_cache(_kv_cache_config(runner, launch))
         if Capability.CUDA_GRAPHS in runner.describe().capabilities:
             runner.capture_graphs()
-    except RunnerError:
-        raise
-    except Exception as e:  # foreign code
+    except RAISED as e:  # foreign code
+        let_go(runner)
+        if isinstance(e, RunnerError):
+            raise
         raise ConfigError(
-            f"the runner cannot be made ready: {type(e).__name__}: {e}", field="runner",
+            f"the runner cannot be made ready: {type(e).__name__}: {safely(str, e)}", field="runner",
             hint="Nothing was replayed; `modelrunner check` finds what is wrong with an adapter",
         ) from e  # fmt: skip
     return runner

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from conformance.foreign import RAISED, let_go
 from conformance.recording import Launch, ReplayStep, build_runner
 from runner_api import CapabilityError, ModelRunner
 from runner_api.loader import kernel_launches
@@ -44,7 +45,7 @@ class Driver:
 
     def __exit__(self, *exc: object) -> None:
         try:
-            self._call(self._runner.shutdown)
+            self._call(let_go, self._runner)
         finally:
             self._thread.shutdown()
 
@@ -80,5 +81,5 @@ def take_step(runner: ModelRunner, step: ReplayStep) -> Taken:
         return Taken(runner.last_step(), output)
     except CapabilityError:
         raise
-    except (Exception, SystemExit) as e:  # whatever a runner under test may raise
+    except RAISED as e:  # whatever a runner under test may raise
         return Taken(stage=stage, error=e)

@@ -18,6 +18,7 @@ from conformance.lockstep import AGREE, DIVERGE
 from conformance.logprob_comparison import LOGPROB_FIELDS, compare_logprobs
 from conformance.recording import Setup, step_logits
 from runner_api import INTEGER_FIELDS, Capability, ModelRunnerOutput, PlanError, SamplingParams, StepRecord
+from runner_api.errors import safely
 from runner_api.plan_types import is_integer
 from runner_api.record_check import readable
 
@@ -148,7 +149,7 @@ class StepJudge:
 
         stage: the call that raised.
         """
-        name, req_id, text = stage, None, f"{type(error).__name__}: {error}"
+        name, req_id, text = stage, None, f"{type(error).__name__}: {safely(str, error)}"
         if isinstance(error, PlanError):
             name, req_id, text = (error.field or name).removeprefix("forced."), error.req_id, str(error)
         expected: Any = "the recorded step to be accepted"

@@ -12,6 +12,7 @@ from conformance.case import Case, CaseStep
 from conformance.divergence import Failure, NotLegal, Sides, run_step
 from conformance.driver import RandomDriver, WorldSize
 from conformance.evaluate import StepJudge
+from conformance.foreign import all_let_go
 from conformance.planned_step import PlannedStep
 from conformance.shapes import shapes_of
 from conformance.story import Story, StoryWorld
@@ -57,24 +58,20 @@ class Teller:
         story = Story(self.size, self.block_order, tuple(self.world.actions), self.poison)
         return Told(story, failure, self.steps, self.world.counts + self.shapes)
 
-    def close(self) -> None:
-        self.judge.candidate.shutdown()
 
-
+@all_let_go()
 def tell(story: Story, sides: Sides) -> Told:
     """Until the first failure or the story's end. Raises NotLegal for a story that the oracle cannot follow."""
     teller = Teller(sides, story.size, story.block_order, story.poison)
-    try:
-        for action in story.actions:
-            step = teller.world.tell(action)
-            failure = None if step is None else teller.run(step)
-            if failure is not None:
-                return teller.told(failure)
-        return teller.told()
-    finally:
-        teller.close()
+    for action in story.actions:
+        step = teller.world.tell(action)
+        failure = None if step is None else teller.run(step)
+        if failure is not None:
+            return teller.told(failure)
+    return teller.told()
 
 
+@all_let_go()
 def tell_at_random(
     sides: Sides, size: WorldSize, entropy: Sequence[int], steps: int, *, poison: bool = True,
     watch: Callable[[Told], bool] | None = None,
@@ -86,16 +83,13 @@ def tell_at_random(
     order = tuple(random.permutation(np.arange(1, size.num_blocks)).tolist())
     teller = Teller(sides, size, order, poison)
     driver = RandomDriver(random, sides.offered)
-    try:
-        for _ in range(steps):
-            step = driver.next_step(teller.world)
-            teller.world.note(step)
-            failure = teller.run(step)
-            if failure is not None or (watch is not None and watch(teller.told())):
-                return teller.told(failure)
-        return teller.told()
-    finally:
-        teller.close()
+    for _ in range(steps):
+        step = driver.next_step(teller.world)
+        teller.world.note(step)
+        failure = teller.run(step)
+        if failure is not None or (watch is not None and watch(teller.told())):
+            return teller.told(failure)
+    return teller.told()
 
 
 def try_to_tell(story: Story, sides: Sides) -> Told | None:

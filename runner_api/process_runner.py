@@ -241,7 +241,9 @@ class ProcessRunner:
         return digest
 
     def shutdown(self) -> None:
-        self._ask("shutdown", type(None))
+        """Nothing is left to shut down where the program has ended."""
+        if self._process.alive:
+            self._ask("shutdown", type(None))
 
     def _ask(self, op: str, answer: Any, **fields: Any) -> Any:
         return ask(self._process, op, answer, runner=self._number, **fields)

@@ -16,6 +16,7 @@ from typing import Any
 from conformance.catalogue.judge import ERROR, FAIL, PASS, SKIP, Result, caught, run_case, run_variants
 from conformance.catalogue.scenario import Scenario, parse_file, select
 from runner_api import ConfigError, RunnerError, load_factory
+from runner_api.selection import offered_layouts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.file and args.ids:
             raise ConfigError("either ids of the catalogue or a file", field="--file", got=args.ids)
         if args.runner is not None:
-            load_factory(args.runner)
+            offered_layouts(load_factory(args.runner))  # a program that cannot be started is misuse, too
         cases = parse_file(args.file) if args.file else select(args.ids or None)
         results = [(case, result) for case in cases for result in run_case(case, args.runner)]
         faulty = [(case, result) for case in cases for result in run_variants(case)] if args.variants else []

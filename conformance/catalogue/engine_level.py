@@ -14,7 +14,9 @@ from typing import Any
 from conformance.catalogue.comparison import Difference, differ_between, differs
 from conformance.catalogue.scenario import ALL, Request, Scenario, Setup
 from conformance.catalogue.script import DEFAULTS, config_of, model_of, params_of
+from conformance.foreign import opened
 from runner_api import Capability, RunnerError, SchedulerOutput, group_kv_cache_specs
+from runner_api.errors import safely
 from runner_api.protocol import RunnerFactory
 
 ENGINE = "engine_core"
@@ -56,7 +58,7 @@ class Play:
         self.setup = setup
         self.names: dict[str, str] = {}  # id to the name of its latest owner
         self.story = Story()
-        self.engine = _engine(setup, layout, runner, package)
+        self.engine = opened(_engine(setup, layout, runner, package))
         self._watch(self.engine.executor)
 
     def run(self, requests: tuple[Request, ...]) -> Story:
@@ -155,7 +157,7 @@ def play(case: Scenario, layout: str, runner: str | RunnerFactory, package: str 
     except Exception as e:  # what was seen before it tells more than the exception
         if not story.faults:
             raise
-        return [*story.faults, Difference("the engine", f"{type(e).__name__}: {e}", "a run to the end")]
+        return [*story.faults, Difference("the engine", f"{type(e).__name__}: {safely(str, e)}", "a run to the end")]
     found = differs("refused", story.refused, dict(expect.refused))
     for name, want in expect.tokens.items():
         found += differs(f"tokens[{name}]", story.tokens.get(name), want)

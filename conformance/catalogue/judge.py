@@ -11,8 +11,10 @@ from conformance.catalogue import engine_level, late_level, runner_level, stage_
 from conformance.catalogue.comparison import Difference, plain
 from conformance.catalogue.scenario import Scenario, Setup, Variant, select
 from conformance.catalogue.script import config_of
+from conformance.foreign import all_let_go, opened, staying
 from conformance.mutation import mutated
 from runner_api import CapabilityError, ConfigError
+from runner_api.errors import safely
 from runner_api.loader import call_factory, load_factory
 from runner_api.protocol import RunnerFactory
 from runner_api.selection import offered_layouts
@@ -57,7 +59,7 @@ def run(ids: Sequence[str] | None = None, runner: str | RunnerFactory | None = N
     runner cannot be loaded.
     """
     if runner is not None:
-        load_factory(runner)
+        offered_layouts(load_factory(runner))
     return [result for case in select(ids) for result in run_case(case, runner)]
 
 
@@ -120,15 +122,16 @@ def _judged(
     def result(outcome: str, differences: Sequence[Difference] = (), reason: str = "") -> Result:
         return Result(case.id, case.kind, layout, outcome, tuple(differences), reason, variant)
 
-    lacking = _lacks(case, layout, runner)
-    if lacking:
-        return result(SKIP, reason=lacking)
     try:
-        found = _play(case, layout, runner, package)
+        with staying(), all_let_go():
+            lacking = _lacks(case, layout, runner)
+            found = [] if lacking else _play(case, layout, runner, package)
     except runner_level.NotOffered as e:
         return result(SKIP, reason=str(e))
     except Exception as e:  # a foreign runner may raise anything
-        return result(ERROR, reason=f"{type(e).__name__}: {e}")
+        return result(ERROR, reason=f"{type(e).__name__}: {safely(str, e)}")
+    if lacking:
+        return result(SKIP, reason=lacking)
     return result(FAIL if found else PASS, found)
 
 
@@ -149,7 +152,7 @@ def _lacks(case: Scenario, layout: str, runner: str | RunnerFactory) -> str:
     if layout not in offered_layouts(load_factory(runner)):
         return f"the runner has no {layout} layout"
     try:
-        built = call_factory(runner, config_of(Setup(), layout))
+        built = opened(call_factory(runner, config_of(Setup(), layout)))
     except (CapabilityError, ConfigError) as e:
         return str(e)
     if case.level == "late":

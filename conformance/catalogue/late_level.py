@@ -14,6 +14,7 @@ from typing import Any
 from conformance.catalogue.comparison import Difference, differs, plain
 from conformance.catalogue.scenario import Scenario
 from conformance.catalogue.script import Script, config_of, model_of
+from conformance.foreign import opened
 from runner_api import ModelRunner, group_kv_cache_specs
 from runner_api.loader import call_factory
 from runner_api.protocol import RunnerFactory
@@ -68,7 +69,7 @@ def lacks(runner: ModelRunner) -> str:
 def play(case: Scenario, layout: str, runner: str | RunnerFactory) -> list[Difference]:
     """Run the host's part of the scenario's steps with every copy held back, then the copies: what was looked at and
     is not as it says. Raises what the runner raises."""
-    built: Any = call_factory(runner, config_of(case.setup, layout))
+    built: Any = opened(call_factory(runner, config_of(case.setup, layout)))
     stream = built.copies = HeldCopies()
     built.load_model(model_of(case.setup))
     built.initialize_kv_cache(group_kv_cache_specs(built.get_kv_cache_specs(), case.setup.num_blocks))

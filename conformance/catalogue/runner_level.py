@@ -12,8 +12,10 @@ import numpy as np
 from conformance.catalogue.comparison import Difference, differ_between, differs, plain
 from conformance.catalogue.scenario import ALL, Scenario, Setup, Step
 from conformance.catalogue.script import Script, Share, config_of, model_of, params_of
+from conformance.foreign import opened
 from conformance.planned_step import spoil
 from runner_api import (
+    AsyncModelRunnerOutput,
     Capability,
     CapabilityError,
     ModelRunner,
@@ -100,31 +102,50 @@ class Play:
         if sorted(order) != sorted(shares):
             self.found += differs(f"{where} req_ids", sorted(order), sorted(shares))
             return False
-        forced = self.script.forced(step, order, shares)
-        handle = self.runner.sample_tokens(self.script.grammar(step.grammar), forced=forced)
+        handle = self._sample(step, shares)
         record = self.runner.last_step()
         self._compare_record(where, step, record, shares)
         if step.late:
             self._late.append((where, step, handle))
         else:
             self._compare_output(where, step, handle.get_output())
-        self.script.advance(step, shares, _drawn(record, shares), {r: list(t) for r, t in record.tokens().items()})
+        self._advance(step, shares)
         return True
 
     def _refused(self, where: str, step: Step) -> bool:
-        """The plan, its shape, its masks or its outcome must be refused, and nothing may change."""
+        """The plan or its shape must be refused, and nothing may change; or its masks or its outcome, and the step must
+        still wait: it is sampled without them then."""
         kept, before = copy.deepcopy(self.script), self._digest()
-        plan, _ = self.script.plan(step)
+        plan, shares = self.script.plan(step)
+        got, waits = "accepted", False
         try:
-            self.runner.execute_model(plan, descriptor=self.script.descriptor(step))
-            got = "accepted"
+            waits = self.runner.execute_model(plan, descriptor=self.script.descriptor(step)) is None
+            if step.imposes and waits:
+                self._sample(step, shares)
         except RunnerError as e:
             got = e.code
-        self.script = kept
         self.found += differs(f"{where} refused", got, step.refused)
-        if got != "accepted":
+        if got == "accepted":
+            return False
+        if waits:
+            # What becomes of drafts must be said: none of them is taken.
+            take = {self.script.by_id(r).spec.name: 0 for r in shares} if step.drafts else {}
+            plainly = replace(step, grammar=(), logits={}, take=take, hold={})
+            self._sample(plainly, shares).get_output()
+            self._advance(plainly, shares)
+        else:
+            self.script = kept
             self.found += differs(f"{where} state_digest", self._digest(), before)
-        return got != "accepted"
+        return True
+
+    def _sample(self, step: Step, shares: Mapping[str, Share]) -> AsyncModelRunnerOutput:
+        """With the masks, logits and outcome of the step."""
+        forced = self.script.forced(step, self.runner.last_step().req_ids, shares)
+        return self.runner.sample_tokens(self.script.grammar(step.grammar), forced=forced)
+
+    def _advance(self, step: Step, shares: Mapping[str, Share]) -> None:
+        record = self.runner.last_step()
+        self.script.advance(step, shares, _drawn(record, shares), {r: list(t) for r, t in record.tokens().items()})
 
     def _digest(self) -> Any:
         offered = self.runner.describe().capabilities
@@ -156,7 +177,9 @@ class Play:
             self.found += differs(f"{where} faults", got, want_faults)
         for request, expected in step.logprobs.items():
             pairs = _scores(output, index[self.script.lives[request].req_id])
-            for token, value in expected.items():
+            if not expected:
+                self.found += differs(f"{where} logprobs[{request}]", pairs, {})
+            for token, value in dict(expected).items():
                 self.found += differs(f"{where} logprobs[{request}][{token}]", pairs.get(int(token)), float(value))
 
     # -- all steps together -----------------------------------------------------------------------------------
@@ -195,7 +218,7 @@ class Play:
 
 
 def _built(setup: Setup, layout: str, runner: str | RunnerFactory) -> ModelRunner:
-    built = call_factory(runner, config_of(setup, layout))
+    built: ModelRunner = opened(call_factory(runner, config_of(setup, layout)))
     built.load_model(model_of(setup))
     cache = group_kv_cache_specs(built.get_kv_cache_specs(), setup.num_blocks)
     kernel_sizes = [g.kernel_block_size for g in setup.groups]

@@ -104,7 +104,8 @@ class Step:
 
     seen: fields of the StepRecord, whole (a list) or by request (a table). draws: the runner's own choice. tokens: what
     comes out. faults: names of `SampleFault`. refused: code of the error that the plan must be refused with, and
-    nothing may change. logprobs: by request, token id to log probability of its returned row; an empty list: none.
+    nothing may change; or the masks or the outcome, and the step is sampled without them. Nothing else is seen of such
+    a step. logprobs: by request, token id to log probability of its returned row; an empty list: none.
     """
 
     run: Any = ()
@@ -129,6 +130,11 @@ class Step:
     refused: str = ""
     logprobs: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def imposes(self) -> bool:
+        """Something goes with the plan when its tokens are drawn."""
+        return bool(self.grammar or self.logits or self.take or self.hold)
+
 
 @dataclass(frozen=True, slots=True)
 class Expect:
@@ -136,9 +142,10 @@ class Expect:
 
     solo: requests (or "all") that must have drawn what they draw alone: eagerly, unchunked, on a fresh runner. alike,
     differ: groups of requests whose draws must be the same, or not all the same. varied: requests that must not have
-    drawn one token all the time. At level "engine" besides: tokens and finish (the reason) by request; refused: code of
-    the error by which a request is not let in; admitted: by request {computed, scheduled} of the step that first ran
-    it; preempted: requests that must have been preempted, or the scenario shows nothing.
+    drawn one token all the time. tokens: what came out, by request. At level "engine" besides: finish (the reason) by
+    request; refused: code of the error by which a request is not let in; admitted: by request {computed, scheduled} of
+    the step that first ran it; preempted: requests that must have been preempted, or the scenario shows nothing;
+    scored: requests whose every output must have log probabilities.
     """
 
     solo: Any = ()
@@ -212,6 +219,31 @@ class Scenario:
         return found
 
 
+def _keys(cls: type) -> frozenset[str]:
+    return frozenset(f.name for f in dataclasses.fields(cls))
+
+
+_SIZES = frozenset({"vocab", "groups", "num_blocks", "config"})
+_PLANNED = frozenset({"name", "prompt", "id", "params", "seed", "eos", "computed", "blocks"})
+# What each level looks at, by part of the scenario. Whatever else is said there would change nothing.
+READ: Mapping[str, Mapping[str, frozenset[str]]] = {
+    "runner": {
+        "setup": _SIZES, "requests": _PLANNED, "steps": _keys(Step),
+        "expect": frozenset({"solo", "alike", "differ", "varied", "tokens"}),
+    },
+    "stage": {"calls": _keys(Call)},
+    "engine": {
+        "setup": _keys(Setup), "expect": _keys(Expect),
+        "requests": frozenset({"name", "prompt", "id", "params", "seed", "seeded", "at", "abort"}),
+    },
+    "late": {
+        "setup": _SIZES, "requests": _PLANNED,
+        "steps": frozenset({"run", "finish", "preempt", "blocks", "zero_blocks", "drafts", "seen"}),
+    },
+}  # fmt: skip
+# Of a step that must be refused nothing of this is seen.
+_SHOWN = frozenset({"seen", "draws", "tokens", "faults", "logprobs", "late", "spoil"})
+
 # Tables inside of tables: (dataclass, key) to what the key holds; in brackets where it is a list of tables.
 _NESTED: dict[tuple[type, str], Any] = {
     (Setup, "groups"): [Group], (Step, "pad"): Pad, (Step, "grammar"): [Mask], (Scenario, "setup"): Setup,
@@ -278,6 +310,12 @@ def _checked(case: Scenario) -> Scenario:
         for step in case.steps if case.level == "runner" else ():
             for name in step.seen:
                 check_name(f"{where} seen", name, RECORD_FIELDS)
+        unread = list(_unread(case))
+        if unread:
+            raise ConfigError(
+                f"level {case.level!r} never looks at this", field=where, got=", ".join(unread),
+                expected="what conformance.catalogue.scenario.READ lists for it",
+            )  # fmt: skip
         if not _expects(case):
             raise ConfigError("nothing is expected, so every runner would pass", field=where)
         for variant in case.variants:
@@ -307,8 +345,34 @@ def _names(case: Scenario) -> Iterator[str]:
 
 def _expects(case: Scenario) -> bool:
     """Is there anything that a runner could get wrong?"""
-    in_steps = any(s.seen or s.draws or s.tokens or s.faults or s.refused or s.logprobs for s in case.steps)
-    return in_steps or any(call.seen for call in case.calls) or case.expect != Expect()
+    in_steps = any(s.draws or s.tokens or s.faults or s.refused or s.logprobs for s in case.steps)
+    seen = any(value != {} for part in (*case.steps, *case.calls) for value in part.seen.values())
+    alike = tuple(group for group in case.expect.alike if len(group) > 1)
+    return in_steps or seen or dataclasses.replace(case.expect, alike=alike) != Expect()
+
+
+def _unread(case: Scenario) -> Iterator[str]:
+    """What the scenario says where its level does not look."""
+    for part in ("setup", "requests", "steps", "calls", "expect"):
+        keys, said = READ[case.level].get(part), getattr(case, part)
+        tables = said if isinstance(said, tuple) else (said,)
+        for n, table in enumerate(tables, 1):
+            name = f"{part}[{n}]" if said is tables else part
+            told = _told(table)
+            if keys is None and told:
+                yield name
+            elif keys is not None:
+                shown = _SHOWN if part == "steps" and table.refused else frozenset()
+                yield from (f"{name}.{key}" for key in sorted(told - keys | told & shown))
+
+
+def _told(table: Any) -> frozenset[str]:
+    """The keys of a table that say something else than what goes without saying."""
+    usual = {
+        f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        for f in dataclasses.fields(table)
+    }
+    return frozenset(name for name, value in usual.items() if getattr(table, name) != value)
 
 
 def parse_file(path: str | Path) -> tuple[Scenario, ...]:

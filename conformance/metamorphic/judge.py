@@ -17,14 +17,15 @@ import numpy as np
 
 from conformance.clauses import clause
 from conformance.context import Mismatch
-from conformance.harness import build_runner
+from conformance.foreign import let_go
+from conformance.harness import build_runner, info_of
 from conformance.layouts import InLayout
 from conformance.metamorphic.player import BASE, BrokenStory, Player, Token, Way
 from conformance.metamorphic.story import Ask, Story, tell_story
 from conformance.probe import probe
 from engine_core.engine_config import open_model
 from runner_api import Capability, CapabilityError, ConfigError, RunnerConfig, WitnessConfig, WitnessGroup
-from runner_api.loader import call_factory, load_factory
+from runner_api.loader import load_factory
 from runner_api.protocol import RunnerFactory
 
 if TYPE_CHECKING:
@@ -88,14 +89,15 @@ class Stage:
         order = np.arange(1, num_blocks)
         if other_blocks:
             order = np.random.default_rng([self.seed, 3]).permutation(order)
-        if graphs:
-            way = replace(way, graphs=tuple(runner.capture_graphs()))
-        player = Player(runner, config, kv_cache_config, order.tolist(), way, vocab_size=self.vocab_size)
-        if before:
-            player.play(before)
-        played = player.play(asks)
-        runner.shutdown()
-        return played, player.counts
+        try:
+            if graphs:
+                way = replace(way, graphs=tuple(runner.capture_graphs()))
+            player = Player(runner, config, kv_cache_config, order.tolist(), way, vocab_size=self.vocab_size)
+            if before:
+                player.play(before)
+            return player.play(asks), player.counts
+        finally:
+            let_go(runner)
 
     def _num_blocks(self) -> int:
         """Scarce: who comes late is given blocks that others have had. Every request alone has room."""
@@ -279,7 +281,7 @@ def judge_metamorphic(
     (dtype, device …). Raises ConfigError if no law applies, BrokenStory if the plain story cannot be played.
     """
     runner = load_factory(factory)
-    info = call_factory(runner, RunnerConfig(max_num_reqs=2, **changes)).describe()
+    info = info_of(runner, **changes)
     offered = info.capabilities if capabilities is None else capabilities
     if info.layout == "dense":
         runner = InLayout(runner, "dense", stories=True)
@@ -354,6 +356,7 @@ def stage_of(
     built, kv_cache_config = build_runner(runner, facts.model, config, 64)
     sizes = tuple(group.spec.block_size for group in kv_cache_config.groups)
     short = INTERPRETER in built.describe().device
+    let_go(built)
     story = tell_story(seed, facts.vocab_size, int(np.lcm.reduce(sizes)), offered, short=short)
     return Stage(runner, offered, facts.model, facts.vocab_size, seed, story, sizes, changes)
 

@@ -34,6 +34,7 @@ def case_of(**changes: Any) -> str:
 
 REQUEST = '[[case.requests]]\nname = "A"\nprompt = [1, 2, 3]\n'
 STEP = '[[case.steps]]\nrun = ["A"]\nseen.positions = [0, 1, 2]\n'
+CALL = '[[case.calls]]\nstage = "s"\nargs = {}\nseen.x = [1]\n'
 VARIANT = '[[case.variants]]\npath = "input_batch.py"\nold = "positions[: len(batch_idx)] = computed[batch_idx] + offset"\nnew = "positions[: len(batch_idx)] = offset + 1"\nwhy = "w"\n'  # noqa: E501
 
 
@@ -146,6 +147,84 @@ def test_a_wrong_expectation_fails() -> None:
 def test_what_a_scenario_may_not_say(text: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "unread"),
+    [
+        (
+            case_of() + REQUEST + STEP + '[case.expect]\nfinish.A = "x"\npreempted = ["A"]\n',
+            "expect.finish, expect.preempted",
+        ),
+        (case_of(level='"engine"') + REQUEST + STEP + "[case.expect]\ntokens.A = [1]\n", "steps[1]"),
+        (case_of(level='"engine"') + REQUEST + 'eos = [1]\n[case.expect]\nsolo = "all"\n', "requests[1].eos"),
+        (case_of(level='"late"') + REQUEST + STEP + "draws.A = 3\nrepeat = 2\n", "steps[1].draws, steps[1].repeat"),
+        (case_of(level='"late"') + REQUEST + STEP + '[case.expect]\nsolo = "all"\n', "expect"),
+        (case_of(level='"stage"') + REQUEST + CALL, "requests[1]"),
+        (case_of() + REQUEST + STEP + CALL, "calls[1]"),
+        (case_of() + REQUEST + "abort = 3\n" + STEP + "[case.setup]\nseed = 1\n", "setup.seed, requests[1].abort"),
+        (case_of() + REQUEST + STEP + 'refused = "MR-ERR-029"\nlate = true\n', "steps[1].late, steps[1].seen"),
+    ],
+)
+def test_what_a_level_never_looks_at_may_not_be_said(text: str, unread: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"never looks at this (got {unread!r}")):
+        parse(text + VARIANT)
+
+
+@pytest.mark.parametrize(
+    "nothing", ["seen.positions = {}", 'refused = ""', '[case.expect]\nalike = [["A"], []]', "[case.expect]\nsolo = []"]
+)
+def test_an_empty_expectation_is_none(nothing: str) -> None:
+    with pytest.raises(ConfigError, match="nothing is expected"):
+        parse(case_of() + REQUEST + f'[[case.steps]]\nrun = ["A"]\n{nothing}\n' + VARIANT)
+
+
+# Masks of a request that is not in the batch, and a token that is none.
+MISFITS = {
+    "masks": ('grammar = [{ request = "B", allow = [[1]] }]\n', "MR-ERR-049"),
+    "outcome": ("take.A = 99\n", "MR-ERR-025"),
+}
+
+
+@pytest.mark.parametrize("what", MISFITS)
+def test_masks_and_outcomes_must_be_refused_too(what: str) -> None:
+    """The step still waits, and is sampled without them: what follows is as if nobody had tried."""
+    misfit, code = MISFITS[what]
+    step = f'[[case.steps]]\nrun = ["A"]\n{misfit}refused = "{code}"\n'
+    then = '[[case.steps]]\nrun = ["A"]\nseen.positions = [3]\n[case.expect]\nsolo = ["A"]\n'
+    other = REQUEST.replace('"A"', '"B"') + 'params.structured_outputs.regex = "a*"\n'
+    (case,) = parse(case_of() + REQUEST + other + step + then + VARIANT)
+    (result,) = run_case(case)
+    assert (result.outcome, result.story) == ("pass", "")
+    (case,) = parse(
+        case_of()
+        + REQUEST
+        + other
+        + step.replace(misfit, misfit.replace('"B"', '"A"').replace("99", "9"))
+        + then
+        + VARIANT
+    )
+    (result,) = run_case(case)
+    assert (result.outcome, result.story) == ("fail", f"step 1 refused: got accepted, expected {code}")
+
+
+def test_a_refused_outcome_of_drafts_takes_none_of_them() -> None:
+    steps = (
+        '[[case.steps]]\nrun = ["A"]\ntake.A = 7\nhold.A = [5, 6]\n'
+        '[[case.steps]]\nrun = ["A"]\ndrafts.A = 2\ntake.A = [5, 99]\nrefused = "MR-ERR-025"\n'
+        '[[case.steps]]\nrun = ["A"]\nseen.input_ids = [0]\nseen.positions = [4]\n'
+    )
+    setup = "[case.setup.config]\nnum_speculative_tokens = 2\n"
+    (case,) = parse(case_of() + REQUEST + steps + setup + VARIANT)
+    (result,) = run_case(case)
+    assert (result.outcome, result.story) == ("pass", "")
+
+
+def test_no_log_probabilities_can_be_expected() -> None:
+    plain, scored = REQUEST, REQUEST + "params.logprobs = 0\n"
+    for request, outcome in ((plain, "pass"), (scored, "fail")):
+        (case,) = parse(case_of() + request + STEP + "logprobs.A = []\n" + VARIANT)
+        assert run_case(case)[0].outcome == outcome
 
 
 def test_a_selection_is_never_empty() -> None:

@@ -11,15 +11,20 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+import conformance
 from conformance.check import lockstep_on_model
 from conformance.clauses import load_clauses
+from conformance.corpus import load_corpus, save_case
+from conformance.evaluate import evaluate
+from conformance.smoke import smoke
 from cpu_reference.async_output import AsyncOutput
 from cpu_reference.runner import CAPABILITIES, CpuModelRunner
 from engine_core.cli import main
-from runner_api import SPEC_VERSION, RunnerConfig
+from runner_api import SPEC_VERSION, ModelRunnerOutput, RunnerConfig, RunnerInfo, StageAdapter, load_stages
 from runner_api.checkpoint import expected_shapes, model_config_from_hf
 
 HERE = __name__
+OURS = Path(conformance.__file__).parent / "data" / "corpus"
 
 
 class Dumb(CpuModelRunner):
@@ -37,6 +42,10 @@ class WrongSeed(CpuModelRunner):
         for new in plan.scheduled_new_reqs:
             new.seed = new.seed - 1 if new.seed > 0 else new.seed + 1
         return super().execute_model(plan, **kwargs)
+
+
+STAGES = RunnerInfo("s", "s.S", "1", "cpu", "float32", "slots", "murmur3", frozenset())
+stages_alone = StageAdapter(STAGES, lambda: load_stages("cpu"))
 
 
 def no_runner(config):  # type: ignore[no-untyped-def]
@@ -188,6 +197,61 @@ def test_a_failure_is_shrunk_kept_and_run_again(tmp_path: Path, capsys: pytest.C
     assert "not a pass: case MR-SAMPLE-007-" in out
 
 
+class OtherSeeds(CpuModelRunner):
+    """Tells of seeds that are off by one."""
+
+    def last_step(self):  # type: ignore[no-untyped-def]
+        record = super().last_step()
+        return replace(record, seeds=record.seeds + 1)
+
+
+class OtherLengths(OtherSeeds):
+    """Tells of one key too many besides."""
+
+    def last_step(self):  # type: ignore[no-untyped-def]
+        record = super().last_step()
+        return replace(record, seq_lens=record.seq_lens + 1)
+
+
+def test_a_case_is_excused_by_what_fails_now(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not by what failed when it was saved: a rare shape may show the expected failure, and a failing case another."""
+    expected = tmp_path / "expected.toml"
+    expected.write_text(
+        '[[expect]]\nclause = "MR-SAMPLE-007"\noutcome = "fail"\nreason = "known"\nissue = "https://example.org/1"\n'
+    )
+    saved = next(case for case in load_corpus(OURS) if case.name.startswith("slots-abort-running"))
+    save_case(tmp_path / "rare", saved.case, None, "x")
+    save_case(tmp_path / "failing", saved.case, "MR-SAMPLE-007", "x")
+    options = ["--clause", "SAMPLE-007", "--clause", "SLOT-001", "--expectations", str(expected), "--no-find", "--json"]
+    for runner, folder, rc in (("OtherSeeds", "rare", 0), ("OtherSeeds", "failing", 0), ("OtherLengths", "failing", 1)):
+        command = ["check", f"{HERE}:{runner}", *options, "--corpus", str(tmp_path / folder)]
+        assert main(command) == rc, (runner, folder)
+        report = json.loads(capsys.readouterr().out)
+        assert report["clauses"]["MR-SAMPLE-007"]["outcome"] == "xfail"
+        assert [case["outcome"] for case in report["corpus"]] == ["diverge"]
+        assert report["faults"] == [f"case {case['case']} of the corpus diverges" for case in report["corpus"]][:rc]
+
+
+class Lists(CpuModelRunner):
+    """Hands out lists where the reference has tuples; wrong: answers a step without tokens for somebody."""
+
+    wrong = False
+
+    def execute_model(self, plan, **kwargs):  # type: ignore[no-untyped-def]
+        done = super().execute_model(plan, **kwargs)
+        if done is None:
+            return None
+        return ModelRunnerOutput(["a"], [[]]) if self.wrong else ModelRunnerOutput([], [])
+
+
+def test_an_output_without_requests_may_be_of_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert smoke(Lists) is None
+    assert main(["check", f"{HERE}:Lists", "--clause", "OUT-003"]) == 0
+    monkeypatch.setattr(Lists, "wrong", True)
+    assert "expected an output without requests" in (smoke(Lists) or "")
+    assert evaluate(Lists, seeds=(0,), steps=20, selected=["MR-OUT-003"]).failed == ["MR-OUT-003"]
+
+
 class Unblanked(CpuModelRunner):
     """Takes no notice of the blocks that are to be blanked."""
 
@@ -220,6 +284,7 @@ def test_what_only_a_probe_sees_is_said_to_be_not_shrunk(capsys: pytest.CaptureF
         ["cpu", "--clause", "SLOT", "--model", "x"],
         ["cpu", "--expectations", "no/such.toml"],
         ["cpu", "--clause", "STAGE", "--corpus", "no/such/folder"],
+        [f"{HERE}:stages_alone", "--save-corpus", "folder"],
         [f"{HERE}:no_runner"],
         [f"{HERE}:raising"],
     ],

@@ -25,6 +25,7 @@ from conformance.layouts import in_layout
 from conformance.mutation import mutated
 from conformance.probes import new, plan_of
 from conformance.shapes import SHAPES
+from cpu_reference.runner import CpuModelRunner
 from engine_core.cli import main
 from runner_api import (
     Capability,
@@ -111,10 +112,26 @@ def test_a_fault_shows_in_the_cases_that_are_about_it(
 ) -> None:
     with mutated("cpu", path, old, new_text) as mutant:
         results = {r.name.rpartition("-")[0]: r for r in run_corpus(OURS, mutant.factory)}
-    assert results[shape].outcome == DIVERGE
+    assert (results[shape].outcome, results[shape].failed) == (DIVERGE, clause_id)
     assert not results[shape].agrees
     assert f"step 0: {clause_id}" in str(results[shape].first)
     assert results["slots-add-without-tokens"].agrees
+
+
+def test_what_cannot_be_built_as_a_case_says_diverges(tmp_path: Path) -> None:
+    def small(config: RunnerConfig):
+        if config.max_num_batched_tokens == CONFIG.max_num_batched_tokens:
+            raise SystemExit("too small")
+        return call_factory("cpu", config)
+
+    class Leaves(CpuModelRunner):
+        def load_model(self, model):
+            raise SystemExit("no model")
+
+    save_case(tmp_path, CASE, None, "x")
+    for runner, said in ((small, "too small"), (Leaves, "no model")):
+        (result,) = run_corpus(tmp_path, runner)
+        assert (result.outcome, result.failed, said in str(result.first)) == (DIVERGE, None, True)
 
 
 def test_saving_and_loading(tmp_path: Path) -> None:

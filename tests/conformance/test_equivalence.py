@@ -6,9 +6,21 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from conformance.equivalence import LEAST, Parted, Tally, campaign, llama_tiny, run_model, run_world, search_equivalence
+from conformance import equivalence
+from conformance.equivalence import (
+    LEAST,
+    Parted,
+    Tally,
+    campaign,
+    llama_tiny,
+    main,
+    run_model,
+    run_world,
+    search_equivalence,
+)
 from conformance.mutation import mutated
 from conformance.profiles import profile
+from runner_api import ConfigError
 
 FEW = settings(profile("ci"), max_examples=30, stateful_step_count=15)
 
@@ -97,6 +109,26 @@ def test_a_campaign_reports_what_it_met() -> None:
     with mutated("cpu", *FAULTS["outputs"]) as copy:
         assert campaign(copy.factory, 20, 0, llama_tiny(), 0, 20, told.append) == 1
     assert told[-1].startswith("PARTED witness seed=0 number=")
+
+
+@pytest.mark.parametrize(("worlds", "models", "steps"), [(0, 0, 25), (3, 0, 0), (-1, 2, 5), (3, -3, 5)])
+def test_nothing_to_run_is_refused(worlds: int, models: int, steps: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="nothing would be tested"):
+        campaign("cpu", worlds, models, llama_tiny(), 0, steps)
+    assert main([f"--worlds={worlds}", f"--models={models}", f"--steps={steps}"]) == 2
+    assert "nothing would be tested" in capsys.readouterr().err
+
+
+def test_runs_without_a_token_show_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tokenless(runner: str, seed: int, number: int, steps: int, tally: Tally) -> None:
+        tally.runs += 1
+        tally.steps += steps
+
+    monkeypatch.setattr(equivalence, "run_world", tokenless)
+    told: list[str] = []
+    assert campaign("cpu", 3, 1, llama_tiny(), 0, 6, told.append) == 1
+    assert "verdict: DIVERGE" in told[-1]
+    assert told[-1].endswith("no token was compared: witness")
 
 
 def test_too_few_events_are_told() -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from hypothesis import Phase, settings
 
 from conformance.clauses import clause
 from conformance.context import Mismatch
 from conformance.divergence import first_divergence
 from conformance.finding import Budget, Finding, find, reproduces
 from conformance.layouts import in_layout
+from conformance.machine import StoryFailed, search
 from conformance.mutants import CPU_MUTANTS
 from conformance.mutation import mutated
-from runner_api import Capability, ConfigError, RunnerConfig, RunnerInfo, UnknownNameError
+from conformance.profiles import profile
+from runner_api import Capability, ConfigError, RunnerConfig, RunnerInfo, SchedulerOutput, UnknownNameError
 from runner_api.loader import call_factory
 
 BY_ID = {m.id: m for m in CPU_MUTANTS}
@@ -123,6 +127,33 @@ def test_only_the_clauses_that_are_asked_for_are_looked_for() -> None:
         found = find(copy.factory, clauses=["MR-PAD-004", "MR-BATCH-001"])
         assert found is not None
         assert found.clause_id == "MR-PAD-004"
+
+
+class OnlyHere:
+    """Raises in its third step where Hypothesis looks alone: no seeded world has room for 40 tokens a request."""
+
+    def __init__(self, config: RunnerConfig) -> None:
+        self._runner = call_factory("cpu", config)
+        self.steps = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def execute_model(self, plan: SchedulerOutput, **kwargs: Any) -> Any:
+        self.steps += 1
+        if self._runner.config.max_model_len == 40 and self.steps == 3:
+            raise SystemExit("only here")
+        return self._runner.execute_model(plan, **kwargs)
+
+
+def test_hypothesis_finds_an_exception_too() -> None:
+    found = find(OnlyHere, budget=Budget(worlds=0, examples=20))
+    assert found is not None
+    assert (found.clause_id, len(found.case.steps)) == (None, 3)
+    assert "only here" in (found.error or "")
+    unshrunk = settings(profile("ci"), max_examples=20, stateful_step_count=15, phases=(Phase.generate,))
+    with pytest.raises(StoryFailed, match=r"An exception on a legal plan: LeftTheProgram: .*only here"):
+        search(OnlyHere, unshrunk)
 
 
 class Mute:

@@ -2,32 +2,56 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
+import conformance
+from conformance import catalogue
+from conformance.catalogue.__main__ import main as catalogue_main
+from conformance.corpus import run_corpus
 from conformance.driver import RandomDriver, WorldSize, draw_size
+from conformance.equivalence import campaign
+from conformance.equivalence import main as equivalence_main
 from conformance.evaluate import Evaluation, StepJudge, evaluate
-from conformance.finding import find
-from conformance.foreign import LeftTheProgram, PlanChanged, must_be_unchanged, own_copy, staying
+from conformance.finding import Budget, find
+from conformance.foreign import (
+    LeftTheProgram,
+    PlanChanged,
+    all_let_go,
+    let_go,
+    must_be_unchanged,
+    own_copy,
+    shut_down,
+    staying,
+)
 from conformance.harness import build_runner
 from conformance.lockstep_runs import lockstep_on_worlds
+from conformance.metamorphic import judge_metamorphic
+from conformance.report_file import read_report
 from conformance.smoke import smoke
 from conformance.world import PlanWorld
 from cpu_reference.runner import CpuModelRunner
 from engine_core.cli import EXIT_DIVERGED, main
 from runner_api import (
+    Capability,
     NewRequestData,
     RunnerConfig,
     RunnerError,
     SamplingParams,
     SchedulerOutput,
     StepRecord,
+    WitnessConfig,
 )
+from runner_api.loader import load_factory
 
 HERE = __name__
+CORPUS = Path(conformance.__file__).parent / "data" / "corpus"
 AFTER = 6  # steps that a runner here does right: more than the smoke test asks for
 
 
@@ -79,6 +103,11 @@ class Writes(Late):
 class LeavesAtOnce(CpuModelRunner):
     def execute_model(self, plan: SchedulerOutput, **kwargs: Any) -> Any:
         raise SystemExit(0)
+
+
+class RaisesMuteAtOnce(CpuModelRunner):
+    def execute_model(self, plan: SchedulerOutput, **kwargs: Any) -> Any:
+        raise Mute
 
 
 class NoSecondOutput(CpuModelRunner):
@@ -207,6 +236,106 @@ def test_only_wishes_to_leave_are_turned_into_errors() -> None:
         raise KeyboardInterrupt
     with pytest.raises(StopIteration), staying():
         raise StopIteration
+
+
+class Around:
+    """The reference in either layout, with a method of its own; counts who was built and not shut down."""
+
+    LAYOUTS = ("slots", "dense")
+    open: ClassVar[list[Around]] = []
+
+    def __init__(self, config: RunnerConfig) -> None:
+        self._runner = load_factory("cpu")(config)
+        self.open.append(self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def shutdown(self) -> None:
+        self.open.remove(self)  # ValueError for one that was shut down before
+        self._runner.shutdown()
+
+
+class LeavesAround(Around):
+    def execute_model(self, plan: SchedulerOutput, **kwargs: Any) -> Any:
+        raise SystemExit(0)
+
+
+class Wedged(Around):
+    """Cannot take two requests, nor be shut down."""
+
+    def execute_model(self, plan: SchedulerOutput, **kwargs: Any) -> Any:
+        if len(plan.num_scheduled_tokens) > 1:
+            self.shutdown = self.fail  # type: ignore[method-assign]
+            self.fail()
+        return self._runner.execute_model(plan, **kwargs)
+
+    def fail(self) -> None:
+        raise Mute
+
+
+def test_a_wish_to_leave_is_an_error_in_the_catalogue(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [(r.outcome, r.layout) for r in catalogue.run(["B21"], LeavesAround)] == [
+        ("error", "slots"), ("error", "dense"),
+    ]  # fmt: skip
+    assert catalogue_main(["B21", "--runner", f"{HERE}:LeavesAround"]) == 1
+    assert "SystemExit(0), which ends the program" in capsys.readouterr().out
+    mute = catalogue.run(["B21"], RaisesMuteAtOnce)[0]
+    assert (mute.outcome, mute.reason) == ("error", "Mute: <Mute without a text>")
+
+
+def test_a_wish_to_leave_parts_the_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert equivalence_main(["--runner", f"{HERE}:LeavesAround", "--worlds", "2", "--models", "0"]) == 1
+    assert "PARTED witness seed=0 number=0: LeftTheProgram" in capsys.readouterr().out
+
+
+def test_who_cannot_be_shut_down_is_judged_all_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "report.jsonl"
+    command = ["check", f"{HERE}:Wedged", "--clause", "BATCH-001", "--corpus", str(CORPUS), "--no-find"]
+    assert main([*command, "--report", str(report)]) == EXIT_DIVERGED
+    assert "verdict: DIVERGE" in capsys.readouterr().out
+    assert read_report(report).footer["verdict"] == "DIVERGE"
+    with_two = next(r for r in run_corpus(CORPUS, Wedged) if r.outcome == "diverge")
+    assert "<Mute without a text>" in (with_two.first or "")
+
+
+def test_whatever_judges_leaves_no_runner_open() -> None:
+    """Every runner is shut down, once; also by what ends early, as it does on a failure."""
+    judges: dict[str, Callable[[type[Around]], object]] = {
+        "evaluate": lambda r: evaluate(r, seeds=(0,), steps=4),
+        "smoke": smoke,
+        "lockstep": lambda r: lockstep_on_worlds(r, CpuModelRunner, steps=60, seed=0),
+        "find": lambda r: find(r, budget=Budget(worlds=1, examples=2, attempts=9)),
+        "corpus": lambda r: run_corpus(CORPUS, r),
+        "catalogue": lambda r: catalogue.run(["B21", "B101", "K13"], r),
+        "equivalence": lambda r: campaign(r, 2, 0, "", 0, 9, lambda _: None),
+        "metamorphic": lambda r: judge_metamorphic(r, capabilities=frozenset({Capability.GENERATE})),
+    }
+    for name, judge in judges.items():
+        for runner in (Around, LeavesAround):
+            Around.open.clear()
+            with contextlib.suppress(LeftTheProgram, SystemExit):
+                judge(runner)
+            assert Around.open == [], f"{name} of {runner.__name__}"
+
+
+def test_letting_go_is_quiet_and_nested() -> None:
+    Around.open.clear()
+    size = (WitnessConfig(), RunnerConfig(max_num_reqs=2), 8)
+    with all_let_go():
+        outer, _ = build_runner(Around, *size)
+        with all_let_go():
+            inner, _ = build_runner(Around, *size)
+            early, _ = build_runner(Around, *size)
+            let_go(early)
+            assert Around.open == [outer, inner]
+        assert Around.open == [outer]
+        let_go(5)  # no runner
+    assert Around.open == []
+    with pytest.raises(ValueError, match="x not in list"):
+        shut_down(outer)
+    kept, _ = build_runner(Around, *size)
+    assert Around.open == [kept]
 
 
 def test_a_runner_that_cannot_be_built_again_diverges_in_lockstep() -> None:

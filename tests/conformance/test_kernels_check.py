@@ -133,6 +133,7 @@ def test_a_declaration_that_does_not_fit_fails(
         (["runner_api.errors"], "no kernel found in runner_api.errors"),
         (["runner_api.no_such_module"], "No module named"),
         (["gpu_backend", "--targets", "h100"], "no such target"),
+        (["gpu_backend", "--targets", ","], "no target"),
         (["gpu_backend.kv_cache", "--signatures", "no_such_file.toml"], "cannot be read"),
     ],
 )

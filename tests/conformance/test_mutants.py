@@ -16,7 +16,7 @@ from conformance.kill_matrix import Findings, Verdict, judge, run_matrix
 from conformance.mutants import CPU_MUTANTS, KINDS, MUTANTS, Mutant
 from conformance.mutation import mutated
 from conformance.sampling_mutants import SAMPLING_MUTANTS
-from runner_api import UnknownNameError
+from runner_api import ConfigError, UnknownNameError
 
 SEEN, OTHERS = "MR-SLOT-001", ("MR-SLOT-002", "MR-KV-001", "MR-INPUT-001")
 MUTANT = Mutant("m", "slot_mapping.py", "a", "b", (SEEN,), "K4", "")
@@ -145,6 +145,16 @@ def test_command_ends_with_0_if_all_are_killed(monkeypatch, capsys) -> None:
 def test_command_refuses_unknown_names(arguments: tuple[str, ...]) -> None:
     args = parse(*arguments)
     with pytest.raises(UnknownNameError, match="unknown"):
+        args.run(args)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--only", "dense-swap-by-views", "--layout", "slots"), ("--only", "slot-tail-stale", "--layout", "dense")],
+)
+def test_command_refuses_a_mutant_of_the_other_layout(arguments: tuple[str, ...]) -> None:
+    args = parse(*arguments)
+    with pytest.raises(ConfigError, match="of the other layout"):
         args.run(args)
 
 

@@ -282,6 +282,64 @@ def test_a_runner_that_does_not_take_a_step_diverges_there(factory):
     assert any("ended at step 3" in note for note in report.notes)
 
 
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+def around(**methods):
+    return type("Odd", (Around,), methods)
+
+
+def raises(error):
+    def method(self, *args, **kwargs):
+        raise error
+
+    return method
+
+
+@pytest.mark.parametrize("error", [RuntimeError("bye"), SystemExit(0)])
+def test_a_runner_that_cannot_be_shut_down_loses_no_verdict(error):
+    assert replay_recording(recording("mixed"), steps=2, runner=around(shutdown=raises(error))).verdict == "AGREE"
+    odd = around(shutdown=raises(error), execute_model=raises(ValueError("no")))
+    assert replay_recording(recording("mixed"), steps=2, runner=odd).verdict == "DIVERGE"
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit(), Mute()])
+def test_what_has_no_text_or_wants_to_leave_diverges_in_its_step(error):
+    report = replay_recording(recording("mixed"), steps=2, runner=around(execute_model=raises(error)))
+    assert (report.verdict, report.first_divergence.step) == ("DIVERGE", 0)
+    assert report.first_divergence.difference.got.startswith(type(error).__name__)
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), Mute()])
+def test_a_runner_that_cannot_be_made_ready_is_misuse(error):
+    with pytest.raises(ConfigError, match=f"cannot be made ready: {type(error).__name__}"):
+        replay_recording(recording("mixed"), steps=2, runner=around(load_model=raises(error)))
+
+
+def test_graphs_are_captured_only_where_they_are_offered():
+    asked = []
+
+    class Graphs(Around):
+        offered = frozenset()
+
+        def describe(self):
+            info = self._runner.describe()
+            return dataclasses.replace(info, capabilities=info.capabilities | self.offered)
+
+        def capture_graphs(self):
+            asked.append(self.offered)
+            return ()
+
+    class Offering(Graphs):
+        offered = frozenset({Capability.CUDA_GRAPHS})
+
+    assert replay_recording(recording("mixed"), steps=2, runner=Graphs).verdict == "AGREE"
+    assert replay_recording(recording("mixed"), steps=2, runner=Offering).verdict == "AGREE"
+    assert asked == [Offering.offered]
+
+
 class Around:
     """The reference behind another face: its own code never sees what this class says."""
 

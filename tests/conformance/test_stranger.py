@@ -14,10 +14,20 @@ import pytest
 
 from conformance.clauses import clause, load_clauses
 from conformance.evaluate import Evaluation, evaluate
-from conformance.finding import find
+from conformance.finding import Budget, find
+from conformance.harness import build_runner
+from conformance.probes import new, plan_of
 from conformance.smoke import smoke
 from engine_core.cli import main
-from runner_api import CapabilityError, KVCacheConfig, KVCacheGroup, RunnerConfig, WitnessConfig, WitnessGroup
+from runner_api import (
+    CapabilityError,
+    KVCacheConfig,
+    KVCacheGroup,
+    RunnerConfig,
+    RunnerError,
+    WitnessConfig,
+    WitnessGroup,
+)
 from runner_api.loader import load_factory, runner_names
 
 ROOT = Path(__file__).parents[2]
@@ -102,6 +112,76 @@ def test_a_fault_is_found_named_and_shrunk(way: str, fault: str) -> None:
     assert clause(FAULTS[fault]).law in text
 
 
+CRASHING = """
+import os
+from runner_api.loader import load_factory
+
+class Crashing:
+    lost = False
+
+    def __init__(self, config):
+        self._runner = load_factory("cpu")(config)
+
+    def __getattr__(self, name):
+        return getattr(self._runner, name)
+
+    def execute_model(self, plan, **more):
+        if len(plan.num_scheduled_tokens) > 1:
+            self.lost = True
+            self.lose()
+        return self._runner.execute_model(plan, **more)
+
+    def shutdown(self):
+        if self.lost:
+            self.lose()
+
+    def lose(self):
+        raise RuntimeError("the device is lost")
+
+class Dying(Crashing):
+    def lose(self):
+        os._exit(3)
+"""
+
+
+@pytest.fixture
+def crashing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """A runner that cannot take a batch of two, nor be shut down afterwards, by the way that it comes in."""
+    file = tmp_path / "crashing.py"
+    file.write_text(CRASHING)
+    info = tmp_path / "crashing-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: crashing\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[modelrunner.runners]\ncrashing = crashing:Crashing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    serve = shlex.join([sys.executable, "-m", "runner_api.serve", f"{file}:Dying"])
+    yield {
+        "entry point": "crashing", "module": "crashing:Crashing", "file": f"{file}:Crashing",
+        "process": f"process:{serve}",
+    }  # fmt: skip
+    sys.modules.pop("crashing", None)
+
+
+@pytest.mark.parametrize("way", ["entry point", "module", "file", "process"])
+def test_a_crash_is_found_and_shrunk(way: str, crashing: dict[str, str]) -> None:
+    found = find(crashing[way], budget=Budget(attempts=20))
+    assert found is not None
+    assert found.clause_id is None
+    assert found.error is not None
+    assert ("the program ended" if way == "process" else "the device is lost") in found.error
+    assert (len(found.case.steps), found.num_requests) == (1, 2)
+
+
+def test_a_dead_program_needs_no_shutting_down(crashing: dict[str, str]) -> None:
+    """The verdict on what killed it stands; the next runner gets a program of its own."""
+    built, _ = build_runner(crashing["process"], WitnessConfig(), RunnerConfig(max_num_reqs=2), 4)
+    with pytest.raises(RunnerError, match="the program ended"):
+        built.execute_model(plan_of(new("a", [1], [1]), new("b", [1], [2])))
+    built.shutdown()
+    assert smoke(crashing["process"]) is None
+
+
 @pytest.mark.usefixtures("installed")
 def test_nothing_is_found_in_the_right_stranger() -> None:
     assert find(runner("file"), seed=0) is None
@@ -160,8 +240,6 @@ def test_it_computes_the_witness_model() -> None:
     built = load_factory(runner("file"))(RunnerConfig(record=frozenset({"logits"})))
     built.load_model(model)
     built.initialize_kv_cache(KVCacheConfig(8, (KVCacheGroup(("witness.0",), model.groups[0].kv_cache_spec()),)))
-    from conformance.probes import new, plan_of
-
     built.execute_model(plan_of(new("a", [3, 1, 4, 1, 5], [6, 2])))
     built.sample_tokens()
     assert np.array_equal(built.last_step().logits, witness_logits(model, [[3, 1, 4, 1, 5]]))
