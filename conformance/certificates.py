@@ -35,7 +35,8 @@ class Certificate:
 
     winner: the token that exact arithmetic draws. margin: how far the score of the best token that no rounding takes
     away exceeds this token's; bound: how far rounding can have moved the two. expected: the probability that a right
-    runner draws another token than the winner here. fault: what the row is instead of a draw.
+    runner draws another token than the winner here. fault: what the row is instead of a draw. why: where the margin is
+    infinite, what leaves this token out.
     """
 
     token: int
@@ -45,12 +46,13 @@ class Certificate:
     bound: float = 0.0
     expected: float = 0.0
     fault: SampleFault = SampleFault.NONE
+    why: str = ""
 
     def __str__(self) -> str:
         if self.verdict == EQUAL:
             return f"token {self.token}"
         if self.margin == np.inf:
-            return f"token {self.token}, winner {self.winner}: the request's own parameters leave it out"
+            return f"token {self.token}, winner {self.winner}: {self.why}"
         return f"token {self.token}, winner {self.winner}: margin {self.margin:.3g}, bound {self.bound:.3g}"
 
 
@@ -58,7 +60,7 @@ class Certificate:
 class ExactDraw:
     """One logits row, ready to judge tokens. scores, bounds: float64[V]; spread: how close two scores come, as the
     probability that they lie within a small distance, divided by it; listed: the token that a request's own trace puts
-    in the place of any draw."""
+    in the place of any draw; greedy: the best logit wins, without noise."""
 
     scores: np.ndarray
     bounds: np.ndarray
@@ -66,6 +68,7 @@ class ExactDraw:
     fault: SampleFault
     spread: float = 1.0
     listed: int | None = None
+    greedy: bool = False
 
     @property
     def winner(self) -> int:
@@ -83,7 +86,7 @@ class ExactDraw:
         if token == winner:
             return Certificate(token, winner, EQUAL, expected=expected)
         if not 0 <= token < len(self.scores) or not self.sets.possible[token]:
-            return Certificate(token, winner, DIVERGENCE, np.inf, expected=expected)
+            return Certificate(token, winner, DIVERGENCE, np.inf, expected=expected, why=self._left_out(token, winner))
         sure = np.where(self.sets.certain, self.scores - self.bounds, -np.inf)
         rival = int(sure.argmax())
         if sure[rival] == -np.inf:  # no token is beyond doubt, so that any possible one may be alone
@@ -92,6 +95,16 @@ class ExactDraw:
         bound = float(self.bounds[rival] + self.bounds[token])
         verdict = NEAR_TIE if margin <= bound else DIVERGENCE
         return Certificate(token, winner, verdict, margin, bound, expected)
+
+    def _left_out(self, token: int, winner: int) -> str:
+        """Why a token cannot have been drawn, whatever the rounding."""
+        if not 0 <= token < len(self.scores):
+            return "it is no token of the vocabulary"
+        if not self.greedy or self.scores[token] == -np.inf:
+            return "the request's own parameters leave it out"
+        if self.scores[token] == self.scores[winner]:
+            return "of equal logits the lowest id wins"
+        return "its logit is not the highest, and no rounding makes it so"
 
     def _expected(self, winner: int) -> float:
         rest = np.where(self.sets.possible, self.scores, -np.inf)
@@ -115,7 +128,7 @@ def exact_draw(
         fault = SampleFault.NO_TOKEN
     if noise is None:
         # The best logit wins: what top-k leaves with k = 1. A token that was treated like it, with a higher id, cannot.
-        return ExactDraw(x, error, keep_sets(row, 0.0, 1, 1.0, arithmetic.unit), fault)
+        return ExactDraw(x, error, keep_sets(row, 0.0, 1, 1.0, arithmetic.unit), fault, greedy=True)
     sets = keep_sets(row, float(np.float32(p.min_p)), p.top_k, float(np.float32(p.top_p)), arithmetic.unit)
     scores = x + noise
     # What the logit, the noise and their sum are off by.

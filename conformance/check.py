@@ -21,6 +21,7 @@ from conformance.case import Case
 from conformance.check_text import check_text
 from conformance.clauses import select
 from conformance.evaluate import SEEDS, WORLD_CLAUSES, evaluate
+from conformance.evaluation import Evaluation
 from conformance.expectations import Expectation, load_expectations
 from conformance.finding import Budget, Finding, find
 from conformance.foreign import all_let_go, opened
@@ -105,6 +106,8 @@ class _Check:
         self.info = built.describe()
         self.expectations, self.selection = expectations, selection
         self.results: Results | None = None
+        self.evaluation: Evaluation | None = None
+        self.lines: list[Mapping[str, Any]] = []
         self.testers: Mapping[str, tuple[str, ...]] = {}
         self.report: dict[str, Any] = {
             "runner": self.info.line(), "layout": self.info.layout, "spec_version": SPEC_VERSION, "seed": args.seed,
@@ -124,6 +127,10 @@ class _Check:
             self.report["faults"].append(f"smoke: {self.report['smoke']}")
         self.report["verdict"] = DIVERGE if self.report["faults"] else AGREE
         if self.writer is not None:
+            if self.results is not None:
+                self.writer.results(self.results)
+            for line in self.lines:
+                self.writer.line(line)
             faults, smoked = self.report["faults"], self.report["smoke"]
             self.writer.finish(footer_of(self.results, faults, self.report["verdict"], smoked))
         return self.report
@@ -136,19 +143,14 @@ class _Check:
             self.runner, seeds=range(seed, seed + SEEDS * rounds), stories=range(seed, seed + rounds),
             oracle=self.oracle, layout=self.info.layout, selected=self.selection, info=self.info,
         )  # fmt: skip
+        self.evaluation, self.testers = found, found.testers
         self.results = results = results_of(found, self.expectations)
-        self.testers = found.testers
         silent = unjudged(self.info, results) if self.selection is None else []
         declared = [f"declared and not judged: {', '.join(silent)}"] if silent else []
-        self.report |= {
-            "areas": results.areas(),
-            "clauses": {clause_id: result.as_json() for clause_id, result in results.clauses.items()},
-            "outcomes": {outcome.value: len(results.ids(outcome)) for outcome in Outcome},
+        self.report |= _told(results) | {
             "errors": [{"where": x.where, "error": x.error} for x in results.errors],
             "counts": dict(found.counts), "notes": [*results.notes, *declared], "faults": list(results.faults),
         }  # fmt: skip
-        if self.writer is not None:
-            self.writer.results(results)
 
     def _lockstep(self) -> None:
         missing = sorted(c.value for c in set(RECORDED) - self.info.capabilities)
@@ -209,6 +211,7 @@ class _Check:
             return
         found = self._find() if self.args.find else []
         for finding in found:
+            self._take_in(finding)
             entry = {"clause": finding.clause_id, "text": finding.text()}
             self.report["findings"].append(entry)
             self._write({"kind": "finding", **entry})
@@ -243,6 +246,19 @@ class _Check:
                 found.append(finding)
         return found
 
+    def _take_in(self, finding: Finding) -> None:
+        """The search looks at other worlds: a clause that fails there alone has failed, and the report must say so."""
+        clause_id, mismatch = finding.clause_id, finding.mismatch
+        if self.results is None or self.evaluation is None or clause_id is None or mismatch is None:
+            return
+        if self.results.clauses[clause_id].outcome not in (Outcome.PASS, Outcome.UNTESTED):
+            return
+        self.evaluation.note({clause_id: [mismatch]})
+        others = self.report["faults"][len(self.results.faults) :]
+        self.results = results_of(self.evaluation, self.expectations)
+        self.report |= _told(self.results) | {"faults": [*self.results.faults, *others]}
+        self.report["notes"].append(f"{clause_id}: found by the search for small plans alone, in a world of its own")
+
     def _not_shrunk(self) -> list[str]:
         """Failed clauses that worlds do not meet, by what has put them to the test; there is no plan to shrink."""
         failed = [] if self.results is None else [c for c in self.results.ids(Outcome.FAIL) if c not in WORLD_CLAUSES]
@@ -268,17 +284,26 @@ class _Check:
         self.report["notes"].append(f"corpus: {len(found)} failing and {len(rare)} rare cases saved in {folder}")
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        if self.writer is not None:
-            self.writer.line(line)
+        """Kept until the clauses are written, of which the findings may say more."""
+        self.lines.append(line)
+
+
+def _told(results: Results) -> dict[str, Any]:
+    """What a report says of clauses."""
+    return {
+        "areas": results.areas(),
+        "clauses": {clause_id: result.as_json() for clause_id, result in results.clauses.items()},
+        "outcomes": {outcome.value: len(results.ids(outcome)) for outcome in Outcome},
+    }
 
 
 def unjudged(info: RunnerInfo, results: Results) -> list[str]:
     """Capabilities that the runner declares and that no clause required which came to a result.
 
-    Dtypes are no behaviour, and poison is a tool of the judge. Clauses of the dense layout require that layout.
+    Dtypes are no behaviour. Clauses of the dense layout require that layout.
     """
     quiet = (Outcome.SKIP, Outcome.UNTESTED)
-    judged = {Capability.POISON}
+    judged: set[Capability] = set()
     for result in results.clauses.values():
         if result.outcome not in quiet:
             judged |= result.clause.requires

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -55,24 +56,32 @@ def _area_lines(areas: dict[str, Any]) -> Iterator[list[str]]:
 
 def _exceptions(report: dict[str, Any]) -> Iterator[str]:
     """What is not a pass: failures with their first mismatch, exceptions, clauses that nothing tested, skipped ones."""
+    behind = clauses_by_reason(report["clauses"], "untested")
     for outcome, title in TOLD.items():
         for clause_id, entry in report["clauses"].items():
-            if entry["outcome"] == outcome:
+            if entry["outcome"] == outcome and not (outcome == "untested" and entry["reason"] in behind):
                 yield f"{title}: {clause_id} {clause(clause_id).law}"
                 yield from (f"    {text}" for text in _because(entry))
-    for error in report["errors"]:
-        yield f"error: {error['where']}: {error['error']}"
+    for reason, clause_ids in behind.items():
+        yield from _wrapped(f"not tested ({reason}):", clause_ids)
+    for error, times in Counter(f"error: {e['where']}: {e['error']}" for e in report["errors"]).items():
+        yield error if times == 1 else f"{error} (x{times})"
     for reason, clause_ids in skipped_by_reason(report["clauses"]).items():
         yield from _wrapped(f"skipped ({reason}):", clause_ids)
 
 
 def skipped_by_reason(clauses: Mapping[str, Any]) -> dict[str, list[str]]:
     """Reason to the ids (without their prefix) of the clauses that were skipped for it; clauses: those of a report."""
-    skipped: dict[str, list[str]] = {}
+    return clauses_by_reason(clauses, "skip")
+
+
+def clauses_by_reason(clauses: Mapping[str, Any], outcome: str) -> dict[str, list[str]]:
+    """As `skipped_by_reason`, for any outcome; clauses without a reason are left out."""
+    found: dict[str, list[str]] = {}
     for clause_id, entry in clauses.items():
-        if entry["outcome"] == "skip":
-            skipped.setdefault(entry["reason"], []).append(clause_id.removeprefix("MR-"))
-    return skipped
+        if entry["outcome"] == outcome and entry["reason"]:
+            found.setdefault(entry["reason"], []).append(clause_id.removeprefix("MR-"))
+    return found
 
 
 def _because(entry: dict[str, Any]) -> Iterator[str]:

@@ -61,6 +61,7 @@ class Finding:
     attempts: int = 0
     # Of a wrong draw: clauses about what its request still asks for after shrinking.
     related: tuple[str, ...] = ()
+    cut_off: bool = False  # shrinking ended for its limit alone
 
     @property
     def num_requests(self) -> int:
@@ -74,6 +75,8 @@ class Finding:
         where = f"{what}\nin step {self.step} of {size}"
         if self.related:
             where += f"\nthe request asks for what these clauses are about: {', '.join(self.related)}"
+        if self.cut_off:
+            where += f"\nthe search was cut off behind {self.attempts} attempts: smaller may exist"
         parts = [head, where, self.table, self.snippet]
         return "\n\n".join(part.rstrip() for part in parts if part) + "\n"
 
@@ -93,7 +96,7 @@ def find(
     if told is None or told.failure is None:
         return None
     shrunk = shrink(_without_padding(told, sides), sides, budget.attempts)
-    return describe(shrunk.told, runner_name(runner), shrunk.attempts)
+    return replace(describe(shrunk.told, runner_name(runner), shrunk.attempts), cut_off=shrunk.cut_off)
 
 
 def describe(told: Told, runner: str, attempts: int = 0) -> Finding:

@@ -70,6 +70,11 @@ METAMORPHIC_MUTANTS: tuple[Mutant, ...] = (
        "self.seeds[row] = new.seed",
        "self.seeds[row] = self.__dict__.setdefault('_known', {}).setdefault(new.req_id, new.seed)",
        "META-019", "K1", "Who bears the name of an earlier request draws by the seed of that one."),
+    _m("caches-shared-by-runners", "kv_cache.py",
+       "caches[layer] = (np.zeros(shape, kind), np.zeros(shape, kind))",
+       "made, pair = allocate_kv_cache.__dict__, (np.zeros(shape, kind), np.zeros(shape, kind))\n"
+       "            caches[layer] = made.setdefault(f'{layer} {shape}', pair)",
+       "META-020", "K2", "The KV cache belongs to the program: all its runners write to one."),
 )  # fmt: skip
 
 # Parameters that do not do what they say, in a way that outputs alone show.

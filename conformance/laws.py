@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from conformance.context import MOST_MISMATCHES, Mismatch, StepContext
-from runner_api import EMPTY_MODEL_RUNNER_OUTPUT, Capability, ModelRunnerOutput
+from runner_api import EMPTY_MODEL_RUNNER_OUTPUT, INTEGER_FIELDS, Capability, ModelRunnerOutput
 from runner_api.record_check import INTEGER_ARRAYS, field_fault, is_integer
 
 Found = list[Mismatch] | None
@@ -58,8 +58,11 @@ def batch_holds_the_plans_requests(c: StepContext) -> Found:
     return [Mismatch("MR-BATCH-001", "req_ids", None, (), c.record.req_ids, c.expected.order)]
 
 
-@law("MR-BATCH-005", first=True)
+@law("MR-BATCH-005", needs_batch=False, first=True)
 def arrays_have_their_shapes(c: StepContext) -> Found:
+    """The record of a plan without tokens holds the plan and no batch: its arrays are empty."""
+    if not c.num_tokens:
+        return _not_empty(c)
     r, rp, t, n = c.num_reqs, c.reqs_padded, c.num_tokens, int(c.logit_starts[-1])
     k = c.config.num_speculative_tokens
     shapes = {
@@ -86,6 +89,19 @@ def arrays_have_their_shapes(c: StepContext) -> Found:
     if rows != [rp] * c.num_groups:
         found.append(Mismatch("MR-BATCH-005", "block_tables", None, (), rows, [rp] * c.num_groups))
     return found
+
+
+def _not_empty(c: StepContext) -> list[Mismatch]:
+    """Arrays of a plan without tokens that have elements all the same."""
+    names = [name for name in INTEGER_FIELDS if name not in ("req_ids", "block_tables")]
+    shapes = {name: (np.asarray(getattr(c.record, name)), getattr(c.reference, name)) for name in names}
+    found = [
+        Mismatch("MR-BATCH-005", name, None, (), f"{got.dtype}{list(got.shape)}", f"{none.dtype}{list(none.shape)}")
+        for name, (got, none) in shapes.items()
+        if got.size
+    ]
+    rows = [len(table) for table in c.record.block_tables]
+    return [*found, Mismatch("MR-BATCH-005", "block_tables", None, (), rows, [])] if any(rows) else found
 
 
 def _unreadable(c: StepContext) -> list[Mismatch]:

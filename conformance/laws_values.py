@@ -149,8 +149,11 @@ def what_is_not_sampled_is_rejected(c: StepContext) -> Found:
 
 @law("MR-SAMPLE-006")
 def draws_are_token_ids(c: StepContext) -> Found:
-    drawn = draws(c)
-    return c.differ("MR-SAMPLE-006", "token_ids", drawn, np.clip(drawn, 0, c.model.vocab_size - 1), c.logit_owner)
+    drawn, counts = draws(c), (c.record.num_sampled > 0)[c.logit_owner]
+    if not counts.any():
+        return None
+    wanted = np.clip(drawn, 0, c.model.vocab_size - 1)
+    return c.differ("MR-SAMPLE-006", "token_ids", drawn, wanted, c.logit_owner, counts)
 
 
 @law("MR-SAMPLE-007")
@@ -166,10 +169,11 @@ def draws(c: StepContext) -> np.ndarray:
 
 
 def rows_with(c: StepContext, chosen: Callable[[SamplingParams], bool]) -> np.ndarray:
-    """Logits rows of the requests whose parameters are chosen; empty without logits of the right shape."""
+    """Logits rows of the requests whose parameters are chosen and whose draw counts; empty without logits of the right
+    shape."""
     if c.record.logits is None or len(c.record.logits) != len(c.logit_owner):
         return np.zeros(0, np.int64)
-    mine = np.array([chosen(m.request.params) for m in c.members])
+    mine = np.array([chosen(m.request.params) for m in c.members]) & (c.record.num_sampled > 0)
     drawn = draws(c)
     inside = (drawn >= 0) & (drawn < c.record.logits.shape[1])
     return np.flatnonzero(mine[c.logit_owner] & inside)

@@ -365,6 +365,13 @@ CPU_MUTANTS: tuple[Mutant, ...] = (
     _m("digest-of-names", "inspection.py",
        "part if isinstance(part, bytes) else repr(part).encode()", "name.encode()",
        "STATE-010", "K10", "The fingerprint tells which requests are there and not how far they are."),
+    _m("poison-leaves-blocks-alone", "inspection.py",
+       "_poison_kv(runner, value, set(keep_blocks))",
+       "_poison_kv(runner, value, set(range(runner.kv_cache_config.num_blocks)))",
+       "KV-009", "K1", "Blocks of former owners are never poisoned, so that nobody notices who reads them."),
+    _m("poison-forgets-what-is-kept", "inspection.py",
+       "_poison_kv(runner, value, set(keep_blocks))", "_poison_kv(runner, value, set())",
+       "KV-009 KV-007", "K18", "A block that a prefix hit may still hand out is poisoned with the free ones."),
     # -- attention --------------------------------------------------------------------------------------------
     _m("metadata-window-of-group-0", "attn_metadata.py",
        "window=group.spec.sliding_window", "window=self.groups[0].spec.sliding_window",

@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from conformance.clauses import Clause, load_clauses
-from conformance.evaluate import CONSEQUENCES, FIRST, WORLD_CLAUSES
+from conformance.evaluate import APART, CONSEQUENCES, FIRST, WORLD_CLAUSES
 from conformance.evaluation import Evaluation, EvaluationError
 
 if TYPE_CHECKING:
@@ -133,7 +133,8 @@ def _result(c: Clause, e: Evaluation) -> ClauseResult:
 def _behind(clause_id: str, e: Evaluation) -> str | None:
     """Why worlds could not ask a clause: a law that is asked before it has failed. None: for no such reason."""
     turn = _turn(clause_id)
-    before = [] if turn is None else [c for c in e.failed if (other := _turn(c)) is not None and other < turn]
+    failed = [c for c in e.failed if c not in APART]
+    before = [] if turn is None else [c for c in failed if (other := _turn(c)) is not None and other < turn]
     return f"asked only where {before[0]} holds" if before else None
 
 

@@ -24,7 +24,7 @@ from conformance.grammar_probes import (
 )
 from conformance.harness import build_runner
 from conformance.logprob_probes import log_probabilities_are_right, prompts_are_scored
-from conformance.memory_probes import listed_blocks_read_as_zero
+from conformance.memory_probes import listed_blocks_read_as_zero, poison_fills_free_blocks
 from conformance.metamorphic import greedy_tokens_are_the_models, retold_stories
 from conformance.outcome_probes import (
     nan_rows_have_a_fault,
@@ -34,13 +34,15 @@ from conformance.outcome_probes import (
 )
 from conformance.outputs_probes import outputs_are_the_references
 from conformance.probe import RECORDED, probe
-from conformance.refusals import ACCEPTED, changed_parts, refusal
+from conformance.refusal_plans import accepted, bad_outcomes, more_bad_plans
+from conformance.refusals import changed_parts, refusal
 from conformance.sampling_probes import (
     circumstances_change_nothing,
     drafts_count_as_said,
     parameters_do_what_they_say,
 )
 from conformance.stage_laws import stages_alone
+from conformance.tie_probes import ties_of_the_model_go_to_the_lowest_id
 from runner_api import (
     BatchDescriptor,
     CachedRequestData,
@@ -115,7 +117,7 @@ def bad_plans() -> dict[str, tuple[SchedulerOutput, BatchDescriptor | None]]:
     a, b = (3, None), (3, None)
     fresh = new("c", [7, 8], [3])
     plans: dict[str, SchedulerOutput] = {
-        "MR-ERR-020": plan_of(cached={"a": a}, total_num_scheduled_tokens=1.0),
+        "MR-ERR-020": plan_of(cached={"a": a}, total_num_scheduled_tokens="1"),
         "MR-ERR-021": SchedulerOutput(num_scheduled_tokens={"a": 1}, total_num_scheduled_tokens=1),
         "MR-ERR-022": plan_of(new("a", [7, 8], [3])),
         "MR-ERR-023": plan_of(fresh, new("d", [7], [4]), cached={"a": a, "b": b}),
@@ -171,17 +173,20 @@ def impossible_plans_are_refused(bench: Bench) -> Found:
     found: Found = {"MR-ERR-101": []}
     runner: ModelRunner | None = None
     digests = Capability.STATE_DIGEST in bench.capabilities
-    for clause_id, (plan, descriptor) in bad_plans().items():
+    cases = [(clause_id, *case) for clause_id, case in bad_plans().items()]
+    for clause_id, plan, descriptor in cases + [(c, p, None) for c, p in more_bad_plans(NUM_BLOCKS)]:
         if clause(clause_id).missing(bench.capabilities):
             continue
         if runner is None:
             runner = bench.fresh()
             two_live(runner)
             before = dict(runner.state_digest()) if digests else {}
-        found[clause_id] = []
-        wrong = refusal(partial(runner.execute_model, plan, descriptor=descriptor), clause_id, "execute_model")
+        found.setdefault(clause_id, [])
+        told = accepted(plan)
+        run_it = partial(runner.execute_model, plan, descriptor=descriptor)
+        wrong = refusal(run_it, clause_id, "execute_model", accepted=told)
         _add(found, wrong)
-        if any(m.got == ACCEPTED for m in wrong):
+        if any(m.got == told for m in wrong):
             runner = None
             continue
         if digests:
@@ -199,23 +204,18 @@ def _add(found: Found, wrong: list[Mismatch]) -> None:
         found[m.clause_id].append(m)
 
 
-@probe("ERR-044 ERR-045 ERR-101", Capability.GENERATE, Capability.PLAN_VALIDATION, Capability.FORCED_STEP)
+@probe("ERR-025 ERR-044 ERR-045 ERR-101", Capability.GENERATE, Capability.PLAN_VALIDATION, Capability.FORCED_STEP)
 def impossible_outcomes_are_refused(bench: Bench) -> Found:
     """Each bad outcome: refused with PlanError, and the step still waits and draws what it would have drawn."""
     plan = plan_of(new("a", [1, 2, 3], [1]))
-    token, one = np.array([[5]], np.int64), np.array([1], np.int32)
-    outcomes = (
-        ("MR-ERR-044", ForcedStep(np.array([[5], [5]], np.int64), one)),
-        ("MR-ERR-044", ForcedStep(token.astype(np.float64), one)),
-        ("MR-ERR-045", ForcedStep(token, np.array([0], np.int32))),
-        ("MR-ERR-045", ForcedStep(token, np.array([2], np.int32))),
-    )
-    found: Found = {"MR-ERR-044": [], "MR-ERR-045": [], "MR-ERR-101": []}
+    outcomes = bad_outcomes(MODEL.vocab_size)
+    found: Found = {clause_id: [] for clause_id in ("MR-ERR-025", "MR-ERR-044", "MR-ERR-045", "MR-ERR-101")}
     expected = run(bench.fresh(), plan)
     for clause_id, forced in outcomes:
         runner = bench.fresh()
         runner.execute_model(plan)
-        wrong = refusal(partial(runner.sample_tokens, forced=forced), clause_id, "sample_tokens", "a")
+        sample = partial(runner.sample_tokens, forced=forced)
+        wrong = refusal(sample, clause_id, "sample_tokens", "a", accepted=accepted(forced))
         _add(found, wrong)
         if any(m.clause_id == clause_id for m in wrong):
             continue
@@ -487,4 +487,5 @@ PROBES: tuple[Callable[[Bench], Found], ...] = (
     processors_are_told, log_probabilities_are_right, prompts_are_scored, masks_belong_to_their_requests,
     masks_behind_drafts, stops_come_back, misfits_are_refused, retold_stories,
     greedy_tokens_are_the_models, outputs_are_the_references, listed_blocks_read_as_zero,
+    ties_of_the_model_go_to_the_lowest_id, poison_fills_free_blocks,
 )  # fmt: skip

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from conformance.foreign import RAISED, let_go
+from conformance.harness import info_of
 from conformance.replay_layout import batch_order, plans_for
 from runner_api import (
     BatchDescriptor,
@@ -31,6 +32,7 @@ from runner_api import (
     RunnerConfig,
     RunnerError,
     RunnerFactory,
+    RunnerInfo,
     SchedulerOutput,
     StepRecord,
     Trace,
@@ -235,9 +237,13 @@ def launch_of(setup: Setup, trace: Trace, num_steps: int) -> Launch:
 
 def check_offered(factory: str | RunnerFactory, launch: Launch) -> None:
     """Raise `CapabilityError` if the runner lacks what a step needs; ConfigError if it cannot be built."""
-    runner = call_factory(factory, launch.config)
     try:
-        _check_offered(runner, launch)
+        runner = call_factory(factory, launch.config)
+    except RunnerError:  # what it does not offer says more than the first field that it refuses
+        _check_offered(info_of(factory), launch)
+        raise
+    try:
+        _check_offered(runner.describe(), launch)
     finally:
         let_go(runner)
 
@@ -246,7 +252,7 @@ def build_runner(factory: str | RunnerFactory, launch: Launch) -> ModelRunner:
     """A runner ready for the first step. Raises a RunnerError alone, before any step."""
     runner = call_factory(factory, launch.config)
     try:
-        _check_offered(runner, launch)
+        _check_offered(runner.describe(), launch)
         runner.load_model(launch.model)
         runner.initialize_kv_cache(_kv_cache_config(runner, launch))
         if Capability.CUDA_GRAPHS in runner.describe().capabilities:
@@ -262,11 +268,11 @@ def build_runner(factory: str | RunnerFactory, launch: Launch) -> ModelRunner:
     return runner
 
 
-def _check_offered(runner: ModelRunner, launch: Launch) -> None:
-    missing = sorted(c.value for c in launch.needs - runner.describe().capabilities)
+def _check_offered(info: RunnerInfo, launch: Launch) -> None:
+    missing = sorted(c.value for c in launch.needs - info.capabilities)
     if missing:
         raise CapabilityError(
-            f"{runner.describe().name} does not offer {', '.join(missing)}", field=launch.name,
+            f"{info.name} does not offer {', '.join(missing)}", field=launch.name,
             hint="Nothing was replayed; `modelrunner runners` lists what each runner offers",
         )  # fmt: skip
 

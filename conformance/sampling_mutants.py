@@ -23,6 +23,12 @@ SAMPLING_MUTANTS: tuple[Mutant, ...] = (
     _m("ties-to-last", "sample/gumbel.py",
        "winner = scores.argmax(axis=1)", "winner = scores.shape[1] - 1 - scores[:, ::-1].argmax(axis=1)",
        "SAMPLE-001 STAGE-008", "K13", "Of equal scores the last is taken."),
+    _m("ties-of-two-halves-to-last", "sample/gumbel.py",
+       "    winner = scores.argmax(axis=1)\n",
+       "    half, at = scores.shape[1] // 2, np.arange(num_logits)\n"
+       "    low, high = scores[:, :half].argmax(axis=1), half + scores[:, half:].argmax(axis=1)\n"
+       "    winner = np.where(scores[at, high] >= scores[at, low], high, low)\n",
+       "SAMPLE-001 OUT-004", "K13", "Where two halves of the vocabulary have equal winners the second one's wins."),
     _m("ids-of-another-shard", "sample/gumbel.py",
        "SampleFault.NONE, winner, 0)", "SampleFault.NONE, winner + scores.shape[1], 0)",
        "SAMPLE-006", "K17", "The first token id of a vocabulary shard is added once too often."),

@@ -18,16 +18,17 @@ from conformance.telling import Told, try_to_tell
 from conformance.world import GREEDY
 from runner_api import SamplingParams
 
-ATTEMPTS = 800
+ATTEMPTS = 2000
 Weight = tuple[Any, ...]
 
 
 @dataclass(slots=True)
 class Shrunk:
-    """The smallest telling that was found, and how many stories were told on the way."""
+    """The smallest telling that was found, and how many stories were told on the way. cut_off: there were more."""
 
     told: Told
     attempts: int
+    cut_off: bool = False
 
 
 def shrink(told: Told, sides: Sides, attempts: int = ATTEMPTS) -> Shrunk:
@@ -42,15 +43,17 @@ def shrink_while(told: Told, sides: Sides, holds: Callable[[Told], bool], attemp
     search = _Search(sides, holds, attempts)
     again = search.told(told.story)
     if again is None:
-        return Shrunk(told, search.attempts)
+        return Shrunk(told, search.attempts, search.cut_off)
     best, before = again, None
     while before != weight(best.story):
         before = weight(best.story)
         for proposals in (
-            _without_actions, _without_requests, _without_pairs, _with_whole_prompts, _plainer_actions, plainer_sizes
+            _without_actions, _without_requests, _without_pairs, _with_whole_prompts, _with_shorter_chunks,
+            _plainer_actions, plainer_sizes,
         ):  # fmt: skip
             best = search.descend(best, proposals)
-    return Shrunk(search.renamed(best), search.attempts)
+    named = search.renamed(best)
+    return Shrunk(named, search.attempts, search.cut_off)
 
 
 class _Search:
@@ -59,11 +62,15 @@ class _Search:
     def __init__(self, sides: Sides, holds: Callable[[Told], bool], most: int) -> None:
         self.sides, self.holds, self.most = sides, holds, most
         self.attempts = 0
+        self.cut_off = False
         self._seen: set[str] = set()
 
     def told(self, story: Story) -> Told | None:
         mark = repr(story)
-        if self.attempts >= self.most or mark in self._seen:
+        if mark in self._seen:
+            return None
+        if self.attempts >= self.most:
+            self.cut_off = True
             return None
         self._seen.add(mark)
         self.attempts += 1
@@ -73,7 +80,7 @@ class _Search:
     def descend(self, best: Told, proposals: Callable[[Story], Iterator[Story]]) -> Told:
         """Take the first proposal that still fails and weighs less, and propose again."""
         lightest, progress = weight(best.story), True
-        while progress:
+        while progress and not self.cut_off:
             progress = False
             for candidate in proposals(best.story):
                 if weight(candidate) >= lightest:
@@ -180,6 +187,27 @@ def _with_whole_prompts(story: Story) -> Iterator[Story]:
                       and actions[m].req_id == a.req_id), None)  # type: ignore[union-attr]  # fmt: skip
         rest = [b for m, b in enumerate(actions) if m != after]
         yield _with(story, [*rest[:n], replace(a, num_tokens=len(a.prompt)), *rest[n + 1 :]])
+
+
+def _with_shorter_chunks(story: Story) -> Iterator[Story]:
+    """A prompt and one of its chunks shorter by the same, so that what is left of the prompt behind them stays."""
+    actions = list(story.actions)
+    for n, a in enumerate(actions):
+        if not isinstance(a, Add) or a.num_tokens >= len(a.prompt):
+            continue
+        for m, b in enumerate(actions[n:], n):
+            if b is not a and not (isinstance(b, Go) and b.req_id == a.req_id):
+                continue
+            assert isinstance(b, Add | Go)
+            for left in _less(b.num_tokens, 1 if b is a else 0):
+                prompt = a.prompt[: len(a.prompt) - (b.num_tokens - left)]
+                changed = list(actions)
+                if b is a:
+                    changed[n] = replace(a, prompt=prompt, num_tokens=left)
+                else:
+                    changed[n] = replace(a, prompt=prompt)
+                    changed[m : m + 1] = [replace(b, num_tokens=left)] if left else []
+                yield _with(story, changed)
 
 
 # -- plainer actions ----------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from runner_api.errors import safely
 from runner_api.protocol import RunnerFactory
 
 ADVICE = "The adapter itself is at fault, not a clause: mend this step first, the clauses would all fail for it."
+ANSWERED = "execute_model answered an output for a plan with tokens; None is expected, and sample_tokens comes next"
 
 
 def smoke(runner: str | RunnerFactory) -> str | None:
@@ -48,16 +49,23 @@ def _whole_steps(runner: str | RunnerFactory, offered: frozenset[Capability]) ->
     stage = "build the runner and load the witness model"
     try:
         config = RunnerConfig(max_num_reqs=2, max_num_batched_tokens=8, max_model_len=16)
-        built, _ = build_runner(runner, WitnessConfig(groups=(WitnessGroup(4),)), config, 8)
+        built, cache = build_runner(runner, WitnessConfig(groups=(WitnessGroup(4),)), config, 8)
+        groups = [(group.spec.block_size, group.spec.sliding_window) for group in cache.groups]
+        if groups != [(4, None)]:
+            return f"{stage}: get_kv_cache_specs gives (block size, window) {groups} by group, expected {[(4, None)]}"
         stage = "prefill three tokens of one request"
         new = NewRequestData("a", [1, 2, 3], [1, 2, 3], 0, ([1],), SamplingParams(temperature=0.0))
-        built.execute_model(SchedulerOutput([new], num_scheduled_tokens={"a": 3}, total_num_scheduled_tokens=3))
+        plan = SchedulerOutput([new], num_scheduled_tokens={"a": 3}, total_num_scheduled_tokens=3)
+        if built.execute_model(plan) is not None:
+            return f"{stage}: {ANSWERED}"
         stage = "sample and take the output"
         tokens = built.sample_tokens().get_output().tokens()
         if list(tokens) != ["a"] or len(tokens["a"]) != 1:
             return f"{stage}: got {tokens!r}, expected one token of request 'a'"
         stage = "decode one token"
-        built.execute_model(SchedulerOutput([], CachedRequestData(["a"], [3], [None], [1]), {"a": 1}, 1))
+        plan = SchedulerOutput([], CachedRequestData(["a"], [3], [None], [1]), {"a": 1}, 1)
+        if built.execute_model(plan) is not None:
+            return f"{stage}: {ANSWERED}"
         built.sample_tokens().get_output()
         if Capability.STEP_RECORD in offered:
             stage = "read the record of the step"

@@ -152,6 +152,9 @@ class JsonProcess:
         except ConfigError as e:
             return RunnerError(f"the error that answers {op!r} cannot be read: {e}", field="process", got=data)
         if data.get("type") == type(error).__name__:
+            if error.field is None:  # nothing says who speaks, and of what
+                error.field = f"process:{self.command} {op}"
+                error.args = (f"{error.field}: {error}",)
             return error
         time.sleep(0.05)  # its traceback is on the way
         return RunnerError(

@@ -111,6 +111,6 @@ class ForcedStep:
     """
 
     token_ids: np.ndarray  # int64[R, 1 + K]; entries at or past num_sampled[i] are ignored
-    num_sampled: np.ndarray  # int32[R]; 0 = the row's sample is discarded
+    num_sampled: np.ndarray  # int32[R]; 0 where known tokens are left and nothing is sampled, else 1 .. 1 + drafts
     draft_token_ids: np.ndarray | None = None  # int64[R, K]: drafts to hold for the next step
     logits: np.ndarray | None = None  # float32[L, V]: replaces the model's logits before sampling

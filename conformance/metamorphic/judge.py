@@ -8,9 +8,9 @@ judge it in float64, or with a model whose margins are wide.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,9 +80,11 @@ class Stage:
 
     def play(
         self, asks: Sequence[Ask], way: Way = BASE, *, before: Sequence[Ask] = (), other_blocks: bool = False,
-        graphs: bool = False, **changes: Any,
+        graphs: bool = False, beside: Sequence[Ask] = (), **changes: Any,
     ) -> tuple[Played, Mapping[str, int]]:  # fmt: skip
-        """Tokens by request on a fresh runner, and what happened how often. before: a story that it plays first."""
+        """Tokens by request on a fresh runner, and what happened how often. before: a story that it plays first.
+        beside: a story that a second runner plays meanwhile, in steps between those of the first, on the same blocks.
+        """
         config = replace(self.config, **changes)
         num_blocks = self._num_blocks()
         runner, kv_cache_config = build_runner(self.runner, self.model, config, num_blocks)
@@ -95,9 +97,17 @@ class Stage:
             player = Player(runner, config, kv_cache_config, order.tolist(), way, vocab_size=self.vocab_size)
             if before:
                 player.play(before)
+            if beside:
+                player.meanwhile = partial(next, self._second(beside, config, order.tolist()), None)
             return player.play(asks), player.counts
         finally:
             let_go(runner)
+
+    def _second(self, asks: Sequence[Ask], config: RunnerConfig, order: Sequence[int]) -> Iterator[Played]:
+        """The steps of another runner, which is built for the first of them and shut down behind the last."""
+        runner, kv_cache_config = build_runner(self.runner, self.model, config, self._num_blocks())
+        yield from Player(runner, config, kv_cache_config, order, vocab_size=self.vocab_size).steps(asks)
+        let_go(runner)
 
     def _num_blocks(self) -> int:
         """Scarce: who comes late is given blocks that others have had. Every request alone has room."""
@@ -208,6 +218,13 @@ def _same_names(stage: Stage) -> Retold:
     return Retold(stage.play([replace(a, arrives=a.arrives + 1) for a in asks], before=others)[0])
 
 
+def _beside_another(stage: Stage) -> Retold:
+    """A second runner serves every other name with the next request's prompt, parameters and seed."""
+    asks = stage.story.asks
+    others = [replace(a, req_id=asks[i - 1].req_id) for i, a in enumerate(asks)][::2]
+    return Retold(stage.play(asks, beside=others)[0])
+
+
 def _twins(stage: Stage) -> Retold:
     """Half of the requests once more under another name, each some steps later: both have the tokens of the story."""
     asks = stage.story.asks
@@ -267,6 +284,7 @@ LAWS: tuple[Law, ...] = (
     Law("MR-META-017", "plans overwritten afterwards", _plans_spoilt),
     Law("MR-META-018", "blocks handed out ahead of need", _in_another_way(Way(ahead=3), "ahead")),
     Law("MR-META-019", "names that others have had", _same_names),
+    Law("MR-META-020", "a second runner in between", _beside_another),
 )
 
 
@@ -294,7 +312,7 @@ def judge_metamorphic(
     return found
 
 
-@probe("META-001..META-019", Capability.GENERATE)
+@probe("META-001..META-020", Capability.GENERATE)
 def retold_stories(bench: Bench) -> Found:
     """Every metamorphic law that applies, on the witness model."""
     found: Found = {}

@@ -7,7 +7,7 @@ may change a token.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -119,6 +119,7 @@ class Player:
         way: Way = BASE, *, vocab_size: int,
     ) -> None:  # fmt: skip
         self.runner, self.config, self.way, self.vocab_size = runner, config, way, vocab_size
+        self.meanwhile: Callable[[], object] = lambda: None  # called in each step, before it is sampled
         self.sizes = [g.spec.block_size for g in kv_cache_config.groups]
         self.unit = int(np.lcm.reduce(self.sizes))
         self.pool = WorldBlocks(order)
@@ -130,6 +131,11 @@ class Player:
 
     def play(self, asks: Sequence[Ask]) -> dict[str, list[Token]]:
         """Every request's tokens. Raises BrokenStory, and whatever the runner raises."""
+        *_, played = self.steps(asks)
+        return played
+
+    def steps(self, asks: Sequence[Ask]) -> Iterator[dict[str, list[Token]]]:
+        """Step by step, the tokens so far behind each; as `play`, which goes to the end at once."""
         start = self.step
         waiting = [_Part(ask, tuple([] for _ in self.sizes), back_at=start + ask.arrives) for ask in asks]
         everyone, self._running = list(waiting), list[_Part]()
@@ -138,8 +144,9 @@ class Player:
                 stuck = (waiting or self._running)[0]
                 raise BrokenStory(stuck.ask.req_id, self.step, (), 1)
             self._one_step(waiting)
+            yield {part.ask.req_id: part.outputs for part in everyone}
         self._take_outputs(0)
-        return {part.ask.req_id: part.outputs for part in everyone}
+        yield {part.ask.req_id: part.outputs for part in everyone}
 
     # -- one step ---------------------------------------------------------------------------------------------
 
@@ -155,6 +162,7 @@ class Player:
         most = chunks[self.step % len(chunks)]
         plan, due = self._plan(parts, new, most)
         done = self.runner.execute_model(plan, descriptor=self._descriptor(plan))
+        self.meanwhile()
         if plan.num_scheduled_tokens:
             if done is not None:
                 raise RunnerError(

@@ -233,11 +233,29 @@ def test_a_margin_within_the_bound_is_a_near_tie() -> None:
     assert str(draw.certify(0)) == "token 0, winner 1: margin 2, bound 0.07"
 
 
-@pytest.mark.parametrize("token", [-1, 4, 3])
-def test_what_cannot_be_drawn_is_no_near_tie(token: int) -> None:
+NO_TOKEN, LEFT_OUT = "it is no token of the vocabulary", "the request's own parameters leave it out"
+
+
+@pytest.mark.parametrize(("token", "why"), [(-1, NO_TOKEN), (4, NO_TOKEN), (3, LEFT_OUT)])
+def test_what_cannot_be_drawn_is_no_near_tie(token: int, why: str) -> None:
     draw = draw_of([1.0, 3.0, 3.0, 3.0], [9.0, 9.0, 9.0, 9.0], possible=[0, 1, 2])
     assert draw.certify(token).verdict == DIVERGENCE
-    assert str(draw.certify(token)) == f"token {token}, winner 1: the request's own parameters leave it out"
+    assert str(draw.certify(token)) == f"token {token}, winner 1: {why}"
+
+
+@pytest.mark.parametrize(
+    ("token", "why"),
+    [
+        (0, "its logit is not the highest, and no rounding makes it so"),
+        (2, "of equal logits the lowest id wins"),
+        (3, LEFT_OUT),
+        (4, NO_TOKEN),
+    ],
+)
+def test_a_greedy_token_that_cannot_win_is_not_said_to_be_left_out(token: int, why: str) -> None:
+    draw = replace(draw_of([1.0, 3.0, 3.0, -np.inf], [0.1, 0.1, 0.1, 0.0], possible=[1]), greedy=True)
+    assert draw.certify(token).verdict == DIVERGENCE
+    assert str(draw.certify(token)) == f"token {token}, winner 1: {why}"
 
 
 def test_faults_and_listed_tokens_are_exact() -> None:

@@ -115,6 +115,9 @@ LIES = {
     "MR-KV-003": lambda r: {
         "block_tables": tuple(tuple(np.append(row, np.int32(1)) for row in t) for t in r.block_tables)
     },
+    "MR-PAD-003": lambda r: {
+        "block_tables": tuple((*t[: r.num_reqs], *(row[:1] for row in t[r.num_reqs :])) for t in r.block_tables)
+    },
     "MR-PAD-005": lambda record: {"num_reqs_padded": record.num_reqs_padded + 1},
     "MR-PAD-002": lambda record: {
         "seq_lens": np.concatenate([record.seq_lens[: record.num_reqs], record.seq_lens[record.num_reqs :] + 5])
@@ -148,6 +151,50 @@ def test_a_wrong_field_fails_the_law_about_it(clause_id: str) -> None:
     mismatch = found.by_clause[clause_id][0]
     assert mismatch.clause_id == clause_id
     assert str(mismatch).startswith(clause_id)
+
+
+class Boundaries(CpuModelRunner):
+    """Gives the record of a plan without tokens the boundaries of no request."""
+
+    def last_step(self) -> StepRecord:
+        record, none = super().last_step(), np.zeros(1, np.int32)
+        return record if record.num_reqs else replace(record, query_start_loc=none, cu_num_logits=none)
+
+
+class Tables(CpuModelRunner):
+    """Gives the record of a plan without tokens a row of blocks."""
+
+    def last_step(self) -> StepRecord:
+        record, row = super().last_step(), np.zeros(3, np.int32)
+        return record if record.num_reqs else replace(record, block_tables=((row,),))
+
+
+@pytest.mark.parametrize(("runner", "told"), [(Boundaries, "query_start_loc: got 'int32[1]', expected 'int32[0]'"),
+                                              (Tables, "block_tables: got [1], expected []")])  # fmt: skip
+def test_the_record_of_a_plan_without_tokens_is_empty(runner: type[CpuModelRunner], told: str) -> None:
+    found = evaluate(runner, seeds=(0,), steps=20)
+    assert found.failed == ["MR-BATCH-005"]
+    assert str(found.by_clause["MR-BATCH-005"][0]) == f"MR-BATCH-005 {told}"
+
+
+def test_wrong_seeds_hide_nothing_that_does_not_hang_on_them() -> None:
+    lie = record_with(lambda r: {"seeds": r.seeds & ~1023})  # as through a double
+    found = evaluate(lie, seeds=(0,), steps=20)
+    assert found.failed == ["MR-SAMPLE-007"]
+    assert not {"MR-KV-005", "MR-KV-006", "MR-KV-007", "MR-ATTN-001", "MR-PAD-006"} & set(found.untested)
+
+
+def test_nothing_is_asked_of_a_draw_that_does_not_count() -> None:
+    def minus(r: StepRecord) -> dict[str, object]:
+        return {"token_ids": np.where(r.num_sampled[:, None] > 0, r.token_ids, -1)}
+
+    def zero(r: StepRecord) -> dict[str, object]:
+        return {"token_ids": np.where(r.num_sampled[:, None] > 0, r.token_ids, 0)}
+
+    for lie in (minus, zero):
+        assert evaluate(record_with(lie), seeds=(0,), steps=20).failed == []
+    wrong = record_with(lambda r: {"token_ids": r.token_ids - 100})
+    assert "MR-SAMPLE-006" in evaluate(wrong, seeds=(0,), steps=20).failed
 
 
 class OutputOfAnother(CpuModelRunner):

@@ -183,6 +183,7 @@ MUTANTS = {
     "MR-META-014": "bias-of-former-owner",
     "MR-META-017": "dense-keeps-the-plans-lists",
     "MR-META-019": "seed-of-the-names-first-owner",
+    "MR-META-020": "caches-shared-by-runners",
 }
 
 

@@ -63,6 +63,7 @@ def test_what_a_failure_hides_is_no_fault_of_its_own(tmp_path: Path) -> None:
     assert expecting(tmp_path, ran(A, untested=(seen_later,)), entry(A)).passed
     assert results_of(ran(first, untested=(A,))).clauses[A].reason == f"asked only where {first} holds"
     assert results_of(ran(A, untested=(B,))).clauses[B].reason is None
+    assert results_of(ran("MR-SAMPLE-007", untested=(seen_later,))).clauses[seen_later].reason is None
     assert results_of(ran(seen_later, untested=(A,))).clauses[A].reason is None
     assert not results_of(ran(untested=(seen_later,))).passed
 

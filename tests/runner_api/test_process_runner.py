@@ -200,6 +200,16 @@ def test_refusals_come_back_as_themselves(ready):
         ready.sample_tokens()
 
 
+def test_a_bare_refusal_says_who_speaks_and_of_what(tmp_path):
+    fault = "answer = {'id': request['id'], 'error': {'type': 'CapabilityError', 'text': 'slots layout only'%s}}"
+    for more, said in (("", "process:{} describe: slots layout only"), (", 'field': 'layout'", "slots layout only")):
+        factory = odd(tmp_path, fault % more)
+        with pytest.raises(CapabilityError) as caught:
+            built(factory).describe()
+        assert str(caught.value) == said.format(factory.command)
+        assert caught.value.what == "slots layout only"
+
+
 def test_what_cannot_be_told_is_refused_as_a_runner_would(ready):
     odd = NewRequestData("a", iter([1]), [1], 0, ([1],), GREEDY)
     for plan in (plan_of(new("a", [1], [1]), finished_req_ids=["b"]), SchedulerOutput([odd]), "a plan"):
