@@ -26,7 +26,7 @@ class Cell:
 
     field, index: of the record, for whoever marks it; index is () where the whole field is meant.
     tolerance: of numbers that are rounded; 0 for all others. twice: `output` is what the handle gives when it is asked
-    a second time.
+    a second time. earlier: the expression reads `earlier`, the record of the step before, which this step has changed.
     """
 
     expression: str
@@ -37,6 +37,7 @@ class Cell:
     req_id: str | None = None
     tolerance: float = 0.0
     twice: bool = False
+    earlier: bool = False
 
     def __str__(self) -> str:
         owner = "" if self.req_id is None else f" of request {self.req_id!r}"
@@ -48,6 +49,8 @@ def cell_of(failure: Failure) -> Cell | None:
     m = failure.mismatch
     if m is None:
         return None
+    if m.clause_id == "MR-ASYNC-005":
+        return _earlier(m)
     unreadable: Cell | None = None
     for cell in _cells(m, failure):
         owned = replace(cell, req_id=cell.req_id or m.req_id)
@@ -60,6 +63,21 @@ def cell_of(failure: Failure) -> Cell | None:
         if differs:
             return replace(owned, got=read)
     return unreadable
+
+
+def holds(
+    cell: Cell, record: StepRecord | None, output: ModelRunnerOutput | None, earlier: StepRecord | None = None
+) -> bool:
+    """Whether the cell of this record and output is as expected. earlier: the record of the step before. Raises what
+    reading the cell raises."""
+    return not _differs(_read(cell.expression, record, output, earlier), cell.expected, cell.tolerance)
+
+
+def _earlier(m: Mismatch) -> Cell:
+    """An element of the record of the step before."""
+    owner = "" if m.field != "kv" else f"[{m.req_id!r}]"
+    expression = f"earlier.{m.field}{owner}{_brackets(m.field, m.index)}"
+    return Cell(expression, m.got, m.expected, m.field, m.index, m.req_id, earlier=True)
 
 
 def _cells(m: Mismatch, failure: Failure) -> list[Cell]:
@@ -225,9 +243,11 @@ def _element(array: np.ndarray, index: tuple[int, ...]) -> Any:
     return array[index].item() if inside else None
 
 
-def _read(expression: str, record: StepRecord | None, output: ModelRunnerOutput | None) -> Any:
+def _read(
+    expression: str, record: StepRecord | None, output: ModelRunnerOutput | None, earlier: StepRecord | None = None
+) -> Any:
     """The value of a cell's expression, which is our own text, written above. Raises what reading it raises."""
-    value = eval(expression, {"np": np, "record": record, "output": output})
+    value = eval(expression, {"np": np, "record": record, "output": output, "earlier": earlier})
     return value.item() if isinstance(value, np.generic) else value
 
 

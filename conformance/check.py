@@ -22,7 +22,7 @@ from conformance.check_text import check_text
 from conformance.clauses import select
 from conformance.evaluate import SEEDS, WORLD_CLAUSES, evaluate
 from conformance.evaluation import Evaluation
-from conformance.expectations import Expectation, load_expectations
+from conformance.expectations import Expectation, check_applying, load_expectations
 from conformance.finding import Budget, Finding, find
 from conformance.foreign import all_let_go, opened
 from conformance.layouts import in_layout
@@ -56,6 +56,7 @@ def run_check(args: argparse.Namespace) -> int:
             "a corpus holds plans of whole steps, which this runner does not offer", field="--save-corpus",
             got=info.name, expected="the capability generate",
         )  # fmt: skip
+    check_applying(expectations, info)
     oracle = in_layout(args.against, info.layout)
     opened(call_factory(oracle, RunnerConfig(max_num_reqs=2)))
     header = header_of(built, args.runner, args.against, args.seed, args.rounds, selection, args.expectations)
@@ -209,9 +210,10 @@ class _Check:
         """Shrink the first failures; keep what was found, and plans of rare shapes, if that is asked for."""
         if Capability.GENERATE not in self.info.capabilities:
             return
-        found = self._find() if self.args.find else []
+        found = self._find() if self.args.find or self.args.save_corpus else []
         for finding in found:
             self._take_in(finding)
+        for finding in found if self.args.find else ():
             entry = {"clause": finding.clause_id, "text": finding.text()}
             self.report["findings"].append(entry)
             self._write({"kind": "finding", **entry})
@@ -223,7 +225,6 @@ class _Check:
         failed = [] if self.results is None else [c for c in self.results.ids(Outcome.FAIL) if c in WORLD_CLAUSES]
         if not self.report["faults"]:
             return []
-        self.report["notes"] += self._not_shrunk()
         sought: list[Collection[str] | None] = [(c,) for c in failed]
         if self.selection is None and not self._expected:
             sought.insert(0, None)  # whatever shows first; what is expected to fail would be found there
@@ -240,10 +241,12 @@ class _Check:
             except Exception as e:  # the verdict stands without it
                 self.report["notes"].append(f"a failure could not be shrunk: {type(e).__name__}: {safely(str, e)}")
                 continue
-            if finding is None and clauses is not None:
-                self.report["notes"].append(f"{', '.join(clauses)}: not shown again by other plans, not shrunk")
-            elif finding is not None and not any(_same_cell(finding, other) for other in found):
+            if finding is None or (clauses is not None and finding.clause_id is None):
+                told = self._outside_clauses() if clauses is None else [", ".join(clauses)]
+                self.report["notes"] += [f"{what}: no world shows it by itself, not shrunk" for what in told]
+            if finding is not None and not any(_same_cell(finding, other) for other in found):
                 found.append(finding)
+        self.report["notes"] += self._not_shrunk({f.clause_id for f in found})
         return found
 
     def _take_in(self, finding: Finding) -> None:
@@ -259,9 +262,16 @@ class _Check:
         self.report |= _told(self.results) | {"faults": [*self.results.faults, *others]}
         self.report["notes"].append(f"{clause_id}: found by the search for small plans alone, in a world of its own")
 
-    def _not_shrunk(self) -> list[str]:
+    def _outside_clauses(self) -> list[str]:
+        """What went wrong and belongs to no clause: the first exception in a world, and lockstep."""
+        errors = [] if self.results is None else self.results.errors
+        worlds = [f"an exception in {e.where}" for e in errors if e.where.startswith("world ")]
+        return [*worlds[:1], *(f"lockstep on {x['model']}" for x in self.report["lockstep"] if x["verdict"] != AGREE)]
+
+    def _not_shrunk(self, found: Collection[str | None]) -> list[str]:
         """Failed clauses that worlds do not meet, by what has put them to the test; there is no plan to shrink."""
-        failed = [] if self.results is None else [c for c in self.results.ids(Outcome.FAIL) if c not in WORLD_CLAUSES]
+        failed = [] if self.results is None else self.results.ids(Outcome.FAIL)
+        failed = [c for c in failed if c not in WORLD_CLAUSES and c not in found]
         by_tester: dict[str, list[str]] = {}
         for clause_id in failed:
             by_tester.setdefault(" or ".join(self.testers[clause_id]), []).append(clause_id)
@@ -312,8 +322,11 @@ def unjudged(info: RunnerInfo, results: Results) -> list[str]:
 
 
 def _same_cell(a: Finding, b: Finding) -> bool:
-    """Whether two clauses fail by one element of one batch: the second telling would say nothing new."""
-    return a.cell is not None and (a.step, a.table, str(a.cell)) == (b.step, b.table, str(b.cell))
+    """Whether two clauses fail by one element of one batch, or by one exception: the second telling would say nothing
+    new."""
+    if a.cell is None:
+        return a.error is not None and a.error == b.error
+    return (a.step, a.table, str(a.cell)) == (b.step, b.table, str(b.cell))
 
 
 def _lockstep_entry(model: str, dtype: str | None, result: LockstepResult) -> dict[str, Any]:

@@ -135,6 +135,8 @@ class StepContext:
     capabilities: frozenset[Capability]
     rows: RowTracker | DenseRowTracker
     grammar: GrammarOutput | None = None
+    # What the record of the step before has become since; None where there is none.
+    stale: list[Mismatch] | None = None
 
     @property
     def num_reqs(self) -> int:

@@ -228,6 +228,7 @@ class QuietJudge(StepJudge):
 
 def _other_tokens(judge: StepJudge, step: PlannedStep) -> Mismatch | None:
     """A greedy request whose token is not the oracle's, where no law could say why: the candidate hides its logits.
+    Where nothing was imposed it is not the argmax of the witness model, which is a clause.
 
     Seeded draws may differ by the rounding of their noise, which without logits nobody can tell from a fault.
     """
@@ -246,7 +247,8 @@ def _other_tokens(judge: StepJudge, step: PlannedStep) -> Mismatch | None:
             continue
         got = given.get(req_id)
         if got is None or tuple(int(t) for t in got) != wanted:
-            return Mismatch("", "sampled_token_ids", req_id, (i,), got, wanted)
+            clause_id = "MR-OUT-004" if own is None and truth.samples and got is not None else ""
+            return Mismatch(clause_id, "sampled_token_ids", req_id, (i,), got, wanted)
     return None
 
 

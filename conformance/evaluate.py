@@ -27,6 +27,7 @@ from conformance.driver import GROUPS, KINDS, RandomDriver, WorldSize, draw_size
 from conformance.evaluation import Evaluation, EvaluationError
 from conformance.foreign import PlanChanged, all_let_go, must_be_unchanged, own_copy, staying
 from conformance.harness import build_runner, info_of
+from conformance.kept_record import KeptRecord
 from conformance.laws import LAWS, Law
 from conformance.laws_inputs import rows_follow_their_rules
 from conformance.layouts import InLayout, in_layout
@@ -57,6 +58,8 @@ from runner_api.protocol import RunnerFactory
 SEEDS = 3
 # Steps of one world: long enough for rows and blocks to change hands often, short enough to see many sizes.
 STEPS_PER_WORLD = 20
+# Steps of one kind and seed: two worlds.
+STEPS = 40
 # Clauses that worlds can put to the test: by laws, and by following the rows of either layout.
 WORLD_CLAUSES = frozenset(LAWS) | TRACKED | DENSE_TRACKED
 # The order in which laws are asked: where one of FIRST fails, the record cannot be read any further.
@@ -68,10 +71,10 @@ APART = frozenset({"MR-SAMPLE-007"})
 
 
 def evaluate(
-    runner: str | RunnerFactory, *, seeds: Sequence[int] = range(SEEDS), stories: Sequence[int] = (0,), steps: int = 40,
-    oracle: str | RunnerFactory = "cpu", probes_first: bool = False, enough: Callable[[Evaluation], bool] | None = None,
-    layout: str | None = None, selected: Collection[str] | None = None, sought: Collection[str] = (),
-    info: RunnerInfo | None = None,
+    runner: str | RunnerFactory, *, seeds: Sequence[int] = range(SEEDS), stories: Sequence[int] = (0,),
+    steps: int = STEPS, oracle: str | RunnerFactory = "cpu", probes_first: bool = False,
+    enough: Callable[[Evaluation], bool] | None = None, layout: str | None = None,
+    selected: Collection[str] | None = None, sought: Collection[str] = (), info: RunnerInfo | None = None,
 ) -> Evaluation:  # fmt: skip
     """Judge `runner` on worlds of every kind it can run, `steps` steps of each kind and seed, and by every probe.
 
@@ -253,6 +256,8 @@ class StepJudge:
         self.record: StepRecord | None = None
         self.reference: StepRecord | None = None
         self.handle: AsyncModelRunnerOutput | None = None  # the latest output on its way
+        self.kept: KeptRecord | None = None  # the latest record, and what it was when its step ended
+        self.stale: list[Mismatch] | None = None  # what the one before has become
 
     def run_candidate(self, step: PlannedStep, keep_blocks: frozenset[int] | None, *, take_output: bool = True) -> None:
         """One whole step on the candidate, its unused memory but `keep_blocks` poisoned first (None: no poison).
@@ -264,8 +269,11 @@ class StepJudge:
         """
         self.record = self.handle = None
         plan = own_copy(step.plan)
+        before, self.kept, self.stale = self.kept, None, None
         with staying():
             self._whole_step(plan, step, keep_blocks, take_output)
+            self.stale = None if before is None else before.changes("MR-ASYNC-005")
+            self.kept = KeptRecord.of(self.record)
         must_be_unchanged(plan, step.plan)
 
     def _whole_step(
@@ -335,7 +343,7 @@ class StepJudge:
         return StepContext(
             step.plan, step.descriptor, self.record, self.reference, step.truth,
             self.output or EMPTY_MODEL_RUNNER_OUTPUT, self.output_again, self.size.config, self.kv_cache_config,
-            self.size.model, self.capabilities, self.rows, step.grammar,
+            self.size.model, self.capabilities, self.rows, step.grammar, self.stale,
         )  # fmt: skip
 
     def _ask(self, c: StepContext, laws: Iterable[Law]) -> dict[str, list[Mismatch]]:

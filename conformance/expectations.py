@@ -16,7 +16,7 @@ fails.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import date
 from fnmatch import fnmatchcase
@@ -91,6 +91,19 @@ def load_expectations(path: str | Path) -> tuple[Expectation, ...]:
             )
         seen.add(key)
     return found
+
+
+def check_applying(expectations: Iterable[Expectation], info: RunnerInfo) -> None:
+    """Raises ConfigError if two entries for one clause apply to this runner: they cannot both come true."""
+    first: dict[str, Expectation] = {}
+    for e in expectations:
+        if e.applies(info):
+            other = first.setdefault(e.clause, e)
+            if other is not e:
+                raise ConfigError(
+                    "two entries for one clause apply to this run", field=e.clause,
+                    got=f"when {other.when_text()}; when {e.when_text()}", expected="one entry",
+                )  # fmt: skip
 
 
 def _entry(entry: dict[str, Any], where: str) -> Expectation:

@@ -6,6 +6,7 @@ in the order in which a step computes, is shrunk by `conformance.shrink`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
@@ -17,17 +18,22 @@ from conformance.clauses import clause, load_clauses
 from conformance.context import Mismatch
 from conformance.divergence import OTHER_TOKENS, Failure, NotLegal, Sides
 from conformance.driver import KINDS, draw_size
-from conformance.evaluate import STEPS_PER_WORLD, can_run
+from conformance.evaluate import STEPS, STEPS_PER_WORLD, can_run
 from conformance.harness import info_of
 from conformance.layouts import InLayout, bare, in_layout
 from conformance.report import batch_table
-from conformance.shrink import ATTEMPTS, shrink
+from conformance.shrink import ATTEMPTS, Shrunk, shrink
 from conformance.snippet import write_snippet
+from conformance.standing import stands
 from conformance.story import Close
-from conformance.telling import Told, tell_at_random, try_to_tell, without_poison
+from conformance.telling import Told, tell_at_random, try_to_tell
 from runner_api import Capability, ConfigError, StepRecord
 from runner_api.loader import load_factory
 from runner_api.protocol import RunnerFactory
+
+# So many frames of a traceback are told.
+FRAMES = 3
+_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)\n(?:    (.*)\n)?', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +73,14 @@ class Finding:
     def num_requests(self) -> int:
         return len({new.req_id for new in self.case.new_requests()})
 
+    def last_frames(self) -> str:
+        """Where an exception was raised: the innermost frames of its traceback; empty without one."""
+        frames = [] if self.traceback is None else _FRAME.findall(self.traceback)
+        told = [f"    {path}:{line} in {name}: {source}" for path, line, name, source in frames[-FRAMES:]]
+        return "\n".join(["raised at, innermost last:", *told]) if told else ""
+
     def text(self) -> str:
-        """Clause, law, the batch with the cell marked, both values, and the snippet."""
+        """Clause, law, where an exception was raised, the batch with the cell marked, both values, and the snippet."""
         head = self.law if self.clause_id is None else f"{self.clause_id} {self.law}"
         what = str(self.cell or self.mismatch or self.error)
         size = f"{len(self.case.steps)} step(s), {self.num_requests} request(s)"
@@ -77,7 +89,7 @@ class Finding:
             where += f"\nthe request asks for what these clauses are about: {', '.join(self.related)}"
         if self.cut_off:
             where += f"\nthe search was cut off behind {self.attempts} attempts: smaller may exist"
-        parts = [head, where, self.table, self.snippet]
+        parts = [head, where, self.last_frames(), self.table, self.snippet]
         return "\n\n".join(part.rstrip() for part in parts if part) + "\n"
 
 
@@ -85,7 +97,8 @@ def find(
     runner: str | RunnerFactory, *, oracle: str | RunnerFactory = "cpu", clauses: Collection[str] | None = None,
     seed: int = 0, budget: Budget = Budget(), layout: str | None = None,
 ) -> Finding | None:  # fmt: skip
-    """The first fault of `runner` that worlds of every kind show, shrunk; None if there is none within the budget.
+    """The first fault of `runner` that worlds of every kind show, shrunk; None if there is none within the budget, and
+    where a sought clause fails only behind tokens that no right runner draws.
 
     clauses: look for these alone (None: for all, exceptions, and tokens that are not the oracle's). layout: of the
     rows; None: the one that the runner takes. Raises ConfigError where nothing can be looked for: no clauses, a runner
@@ -95,7 +108,9 @@ def find(
     told = _first(sides, layout, seed, budget)
     if told is None or told.failure is None:
         return None
-    shrunk = shrink(_without_padding(told, sides), sides, budget.attempts)
+    shrunk = _standing(_without_padding(told, sides), sides, budget.attempts)
+    if shrunk is None:
+        return None
     return replace(describe(shrunk.told, runner_name(runner), shrunk.attempts), cut_off=shrunk.cut_off)
 
 
@@ -138,11 +153,14 @@ def marked_table(failure: Failure, cell: Cell | None) -> str:
     record = failure.record if failure.record is not None else failure.reference
     if record is None:
         return ""
-    marked = None if cell is None else Mismatch("", cell.field, cell.req_id, cell.index, cell.got, cell.expected)
+    here = None if cell is None or cell.earlier else cell
+    marked = None if here is None else Mismatch("", here.field, here.req_id, here.index, here.got, here.expected)
     try:
         table = batch_table(record, marked)
     except Exception:  # a record of another shape than a record has
         return "" if record is failure.reference or failure.reference is None else batch_table(failure.reference)
+    if cell is not None and cell.earlier:
+        return f"{table}\nof the step before: »{cell.expression}« = {cell.got!r}"
     if record is failure.reference:
         return f"as it should have been:\n{table}"
     return table if marked is None or "»" in table else f"{table}\n{_outside(record, cell)}"
@@ -189,16 +207,19 @@ def _sides(
 
 
 def _first(sides: Sides, layout: str, seed: int, budget: Budget) -> Told | None:
-    """The first story that breaks a clause; one that ends in an exception only if no world of its round does."""
+    """The first story that breaks a clause. One that ends in an exception only if no world of its round does; where
+    clauses are sought, only if no world of any round does."""
+    fallback: Told | None = None
     for number in range(budget.worlds):
-        fallback: Told | None = None
         for told in _worlds(sides, layout, seed + number):
             assert told.failure is not None
             if told.failure.clause_id is not None:
                 return told
             fallback = fallback or told
-        if fallback is not None:
+        if fallback is not None and sides.clauses is None:
             return fallback
+    if fallback is not None:
+        return fallback
     if budget.examples:
         from conformance.machine import first_story
 
@@ -207,23 +228,29 @@ def _first(sides: Sides, layout: str, seed: int, budget: Budget) -> Told | None:
 
 
 def _worlds(sides: Sides, layout: str, seed: int) -> Iterator[Told]:
-    """Failing stories of one seed, one world of each kind."""
+    """Failing stories of one seed: the very worlds that `evaluate` judges by."""
     for number, kind in enumerate(KINDS):
         if not can_run(kind, sides.offered):
             continue
-        random = np.random.default_rng([seed, number])
-        size = draw_size(kind, random, sides.parts(), sides.offered, layout)
-        entropy = [seed, number, 1]
-        try:
-            told = tell_at_random(sides, size, entropy, STEPS_PER_WORLD)
-        except NotLegal:  # a world that the oracle does not take in this layout
-            continue
-        if told.failure is not None and told.failure.clause_id is None:
-            # A crash over poisoned memory says that something was read, not what: without poison the laws may.
-            again = tell_at_random(sides, without_poison(size), entropy, STEPS_PER_WORLD, poison=False)
-            told = again if again.failure is not None and again.failure.clause_id else told
-        if told.failure is not None:
-            yield told
+        for part in range(-(-STEPS // STEPS_PER_WORLD)):
+            try:
+                told = _world(sides, layout, kind, [seed, number, part])
+            except NotLegal:  # a world that the oracle does not take in this layout
+                continue
+            if told.failure is not None and told.failure.clause_id is None:
+                # A crash over poisoned memory says that something was read, not what: without poison the laws may.
+                again = _world(sides, layout, kind, [seed, number, part], poison=False)
+                told = again if again.failure is not None and again.failure.clause_id else told
+            if told.failure is not None:
+                yield told
+
+
+def _world(sides: Sides, layout: str, kind: str, entropy: list[int], *, poison: bool = True) -> Told:
+    """One world up to its first failure; without poison no KV is recorded either. Raises NotLegal."""
+    random = np.random.default_rng(entropy)  # sizes and plans are drawn from one generator, as in `evaluate`
+    parts = sides.parts() if poison else sides.parts() - {"kv"}
+    size = draw_size(kind, random, parts, sides.offered, layout)
+    return tell_at_random(sides, size, random, STEPS_PER_WORLD, poison=poison)
 
 
 def _without_padding(told: Told, sides: Sides) -> Told:
@@ -233,6 +260,32 @@ def _without_padding(told: Told, sides: Sides) -> Told:
     actions = tuple(replace(a, pad_tokens=0, pad_reqs=0) if isinstance(a, Close) else a for a in told.story.actions)
     bare_one = try_to_tell(replace(told.story, actions=actions), sides)
     return told if bare_one is None or bare_one.failure is None else bare_one
+
+
+def _standing(told: Told, sides: Sides, attempts: int) -> Shrunk | None:
+    """The smallest story of the failure whose case stands by itself; None if none that was told on the way does."""
+
+    def alone(t: Told) -> bool:
+        assert t.failure is not None
+        return stands(t.case(), cell_of(t.failure), sides.oracle)
+
+    if alone(told):
+        return shrink(told, sides, attempts, alone)
+    # Behind a wrong token: a shorter story may come without it.
+    shown: list[Told] = []
+
+    def note(t: Told) -> bool:
+        shown.append(t)
+        return True
+
+    first = shrink(told, sides, attempts, note)
+    if alone(first.told):
+        return first
+    start = next((t for t in reversed(shown) if alone(t)), None)
+    if start is None:
+        return None
+    again = shrink(start, sides, attempts, alone)
+    return replace(again, attempts=first.attempts + again.attempts)
 
 
 def reproduces(finding: Finding, runner: str | RunnerFactory, oracle: str | RunnerFactory = "cpu") -> bool:

@@ -115,6 +115,6 @@ def _legend(name: str, report: ReportFile) -> str:
     h = report.header
     only = "" if h["selection"] is None else f", {len(h['selection'])} clauses selected"
     return _one_line(
-        f"{name}: {h['class']} {h['version']} on {h['device']}, {h['dtype']}, layout {h['layout']}, "
+        f"{name}: {h['target']}, {h['class']} {h['version']} on {h['device']}, {h['dtype']}, layout {h['layout']}, "
         f"noise {h['noise']}, seed {h['seed']}, against {h['oracle']}, spec {h['spec_version']}{only}"
     )

@@ -338,6 +338,9 @@ CPU_MUTANTS: tuple[Mutant, ...] = (
     _m("output-consumed", "async_output.py",
        "self._num_sampled.tolist(), self", "(self._num_sampled.tolist(), self._num_sampled.fill(0))[0], self",
        "ASYNC-001", "K7", "Reading the result uses it up."),
+    _m("record-shows-the-buffer", "inspection.py",
+       "seq_lens=runner.seq_lens[:rp].copy()", "seq_lens=runner.seq_lens[:rp]",
+       "ASYNC-005", "K7", "The record of a step is a view of a buffer that the next step writes."),
     _m("copies-before-blanking", "runner.py",
        """\
             zero_blocks(self.kv_caches.values(), plan.new_block_ids_to_zero)

@@ -26,7 +26,8 @@ NAN, NO_TOKEN = int(SampleFault.NAN), int(SampleFault.NO_TOKEN)
 
 @probe("SAMPLE-043 SAMPLE-045", *RECORDED, Capability.FORCED_STEP, Capability.SAMPLE_FAULTS)
 def nan_rows_have_a_fault(bench: Bench) -> Found:
-    """Imposed logits that hold a NaN: one row keeps it to the end, another loses it on the way; both among others."""
+    """Imposed logits that hold a NaN: one row keeps it to the end, another loses it on the way; both among others,
+    which ask for whatever a sampler may do to a whole batch at once."""
     fault, near = "MR-SAMPLE-043", "MR-SAMPLE-045"
     offered = bench.capabilities
     random = {"temperature": 1.0} if Capability.SEEDED_SAMPLING in offered else {"temperature": 0.0}
@@ -35,12 +36,15 @@ def nan_rows_have_a_fault(bench: Bench) -> Found:
         asks["cut-nan"] = {"temperature": 1.0, "top_k": 2, "top_p": 0.5, "min_p": 0.1}
     if Capability.ALLOWED_TOKEN_IDS in offered:
         asks["a"] = {**random, "allowed_token_ids": (3, 4, 49)}
+    neighbours = _who_ask_for_every_step(offered)
+    asks |= neighbours
     actors = [Actor(i, [1, 2], SamplingParams(**{"temperature": 0.0, **p}), 9) for i, p in asks.items()]
     scene = Scene(bench.runner, offered, actors)
     logits = {i: (np.random.default_rng(len(i)).integers(-8, 9, VOCAB) / 4).astype(np.float32) for i in asks}
+    logits |= {i: _row_for_neighbours() for i in neighbours}
     broken = {i: row.copy() for i, row in logits.items()}
     for i in asks:
-        if i not in "bc":
+        if i == "a" or i.endswith("nan"):
             broken[i][9] = np.nan
     broken["c"][30] = np.inf  # beats everything, and is no fault
     found: Found = {fault: [], near: []}
@@ -61,6 +65,27 @@ def nan_rows_have_a_fault(bench: Bench) -> Found:
                 found[near] += row_faults(near, i, np.nan_to_num(row), histories[i], 9, drawn, None)
         ids = ids[::-1]
     return found
+
+
+def _who_ask_for_every_step(offered: frozenset[Capability]) -> dict[str, dict[str, Any]]:
+    """Neighbours of a NaN by name, with what they ask for: one for each step that may look at all rows together."""
+    asks: dict[str, dict[str, Any]] = {
+        "top_k": {"temperature": 1.0, "top_k": 1},
+        "top_p": {"temperature": 1.0, "top_p": 0.01},
+        "min_p": {"temperature": 1.0, "min_p": 0.99},
+        "penalties": {"repetition_penalty": 2.0, "presence_penalty": 2.0},
+        "bias": {"logit_bias": {7: 50.0}},
+        "bad_words": {"bad_words_token_ids": ((5,),)},
+    }
+    params = {i: SamplingParams(**{"temperature": 0.0, **p}) for i, p in asks.items()}
+    return {i: p for i, p in asks.items() if params[i].required_capabilities() <= offered}
+
+
+def _row_for_neighbours() -> np.ndarray:
+    """Token 5, which has been drawn before, wins by little: whatever these requests ask for decides their draw."""
+    row = np.zeros(VOCAB, np.float32)
+    row[[5, 20]] = 1.0, 0.5
+    return row
 
 
 @probe(

@@ -9,7 +9,7 @@ import pytest
 
 from conformance.clauses import load_clauses
 from conformance.evaluate import SEEDS, evaluate
-from conformance.expectations import load_expectations
+from conformance.expectations import check_applying, load_expectations
 from conformance.layouts import in_layout
 from conformance.lockstep import AGREE, DIVERGE
 from conformance.outcomes import Outcome, Results, results_of
@@ -48,6 +48,7 @@ class RunnerSession:
         call_factory(self.oracle, RunnerConfig(max_num_reqs=2))
         self.expectations_path, self.report_path = expectations, report
         self.expectations = load_expectations(expectations) if expectations else ()
+        check_applying(self.expectations, self.info)
         self.selection: frozenset[str] = frozenset()  # clauses of the suite's items
         self.outcomes: Counter[str] = Counter()
         self.faults: list[str] = []  # of items that are about no clause

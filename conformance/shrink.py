@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from conformance.divergence import Sides
-from conformance.shrink_sizes import plainer_sizes, size_weight
+from conformance.shrink_sizes import plainer_sizes, size_weight, with_rows
 from conformance.story import Action, Add, Close, Go, Leave, Outcome, Preempt, Resume, Story
 from conformance.telling import Told, try_to_tell
 from conformance.world import GREEDY
@@ -31,11 +31,15 @@ class Shrunk:
     cut_off: bool = False
 
 
-def shrink(told: Told, sides: Sides, attempts: int = ATTEMPTS) -> Shrunk:
-    """`told` has a failure. If its story does not fail when it is told again, it comes back as it is."""
+def shrink(
+    told: Told, sides: Sides, attempts: int = ATTEMPTS, also: Callable[[Told], bool] = lambda told: True
+) -> Shrunk:
+    """`told` has a failure. If its story does not fail when it is told again, it comes back as it is.
+
+    also: what else must be true of a smaller story that fails; it is asked of such stories alone."""
     assert told.failure is not None
     key = told.failure.key
-    return shrink_while(told, sides, lambda t: t.failure is not None and t.failure.key == key, attempts)
+    return shrink_while(told, sides, lambda t: t.failure is not None and t.failure.key == key and also(t), attempts)
 
 
 def shrink_while(told: Told, sides: Sides, holds: Callable[[Told], bool], attempts: int = ATTEMPTS) -> Shrunk:
@@ -48,8 +52,8 @@ def shrink_while(told: Told, sides: Sides, holds: Callable[[Told], bool], attemp
     while before != weight(best.story):
         before = weight(best.story)
         for proposals in (
-            _without_actions, _without_requests, _without_pairs, _with_whole_prompts, _with_shorter_chunks,
-            _plainer_actions, plainer_sizes,
+            _without_actions, _without_requests, _with_merged_chunks, _without_pairs, _with_whole_prompts,
+            _with_shorter_chunks, _plainer_actions, plainer_sizes,
         ):  # fmt: skip
             best = search.descend(best, proposals)
     named = search.renamed(best)
@@ -165,8 +169,62 @@ def _without_actions(story: Story) -> Iterator[Story]:
 
 
 def _without_requests(story: Story) -> Iterator[Story]:
-    for req_id in story.requests:
-        yield _with(story, [a for a in story.actions if isinstance(a, Close) or a.req_id != req_id])
+    """One request alone, then all but one; each also where the last blocks are handed out first, and all but one in a
+    world with a row less: what fails only with full rows, or at the last block, goes with the request otherwise."""
+    requests = story.requests
+    last_first = tuple(sorted(story.block_order, reverse=True))
+    for req_id in requests if len(requests) > 2 else ():
+        for alone in _with_requests(story, {req_id}):
+            yield alone
+            yield replace(alone, block_order=last_first)
+    for req_id in requests:
+        for fewer in _with_requests(story, set(requests) - {req_id}):
+            yield fewer
+            if story.size.config.max_num_reqs > 1:
+                yield replace(fewer, size=with_rows(story.size, story.size.config.max_num_reqs - 1))
+            yield replace(fewer, block_order=last_first)
+
+
+def _with_requests(story: Story, kept: set[str]) -> Iterator[Story]:
+    """These requests alone; then with those that shared blocks of others, which compute them by themselves, in steps
+    with room for that."""
+    actions = [a for a in story.actions if isinstance(a, Close) or a.req_id in kept]
+    yield _with(story, actions)
+    bereft = [a for a in actions if isinstance(a, Add) and a.source is not None and a.source not in kept]
+    if bereft:
+        config = story.size.config
+        room = config.max_num_batched_tokens + sum(a.shared for a in bereft)
+        size = replace(story.size, config=replace(config, max_num_batched_tokens=room))
+        own = [_on_its_own(a) if isinstance(a, Add) and a in bereft else a for a in actions]
+        yield replace(_with(story, own), size=size)
+
+
+def _on_its_own(a: Add) -> Add:
+    """The same request, which computes what it shared."""
+    prompt = (*range(1, a.shared + 1), *a.prompt)
+    return replace(a, source=None, shared=0, copied=False, prompt=prompt, num_tokens=a.num_tokens + a.shared)
+
+
+def _with_merged_chunks(story: Story) -> Iterator[Story]:
+    """Two chunks of a request as one of as many tokens, in the place of the first or of the second."""
+    actions = story.actions
+    for n, a in enumerate(actions):
+        if not isinstance(a, (Add, Go, Resume)):
+            continue
+        m = next((m for m in range(n + 1, len(actions)) if _of(actions[m]) == a.req_id), None)
+        b = None if m is None else actions[m]
+        if m is None or not isinstance(b, Go) or b.num_drafts:
+            continue
+        both = a.num_tokens + b.num_tokens
+        yield _with(story, [*actions[:n], replace(a, num_tokens=both), *actions[n + 1 : m], *actions[m + 1 :]])
+        rest = (*actions[:n], *actions[n + 1 : m])
+        moved = replace(b, num_tokens=both) if isinstance(a, Go) else replace(a, num_tokens=both)
+        yield _with(story, [*rest, moved, *actions[m + 1 :]])
+
+
+def _of(a: Action) -> str | None:
+    """Whose action it is; None for the end of a plan."""
+    return None if isinstance(a, Close) else a.req_id
 
 
 def _without_pairs(story: Story) -> Iterator[Story]:

@@ -53,13 +53,22 @@ def _configs(config: RunnerConfig) -> Iterator[RunnerConfig]:
     for part in sorted(config.record):
         yield replace(config, record=config.record - {part})
     for n in _lower(config.max_num_reqs, 1):
-        rows = config.initial_free_rows
-        kept = None if rows is None else tuple(r for r in rows if r < n)
-        yield replace(config, max_num_reqs=n, initial_free_rows=kept)
+        yield _rows(config, n)
     for n in _lower(config.max_num_batched_tokens, 1):
         yield replace(config, max_num_batched_tokens=n)
     for n in _lower(config.max_model_len, 2):
         yield replace(config, max_model_len=n)
+
+
+def with_rows(size: WorldSize, n: int) -> WorldSize:
+    """The same world with n rows, fewer than it has."""
+    return replace(size, config=_rows(size.config, n))
+
+
+def _rows(config: RunnerConfig, n: int) -> RunnerConfig:
+    rows = config.initial_free_rows
+    kept = None if rows is None else tuple(r for r in rows if r < n)
+    return replace(config, max_num_reqs=n, initial_free_rows=kept)
 
 
 def _models(model: WitnessConfig) -> Iterator[WitnessConfig]:

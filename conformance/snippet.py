@@ -51,6 +51,8 @@ def write_snippet(case: Case, runner: str, cell: Cell | None, title: str) -> str
         _TWICE if cell is None or cell.twice else _STEP,
     ]
     parts += [_step(step, number, names) for number, step in enumerate(case.steps)]
+    if cell is not None and cell.earlier:
+        parts.insert(-1, "earlier = runner.last_step()")
     parts += _readings(names) if cell is None else _assertion(cell, title)
     body = "\n".join(parts)
     check = "\nfrom runner_api.record_check import check_own_record" if "check_own_record(" in body else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -73,12 +73,13 @@ def tell(story: Story, sides: Sides) -> Told:
 
 @all_let_go()
 def tell_at_random(
-    sides: Sides, size: WorldSize, entropy: Sequence[int], steps: int, *, poison: bool = True,
+    sides: Sides, size: WorldSize, entropy: Sequence[int] | np.random.Generator, steps: int, *, poison: bool = True,
     watch: Callable[[Told], bool] | None = None,
 ) -> Told:  # fmt: skip
     """A story of `steps` plans that a seeded driver makes up, until the first failure.
 
-    watch: shown what came of it so far, after each step; it ends the story by saying True."""
+    entropy: a seed, or a generator to draw from. watch: shown what came of it so far, after each step; it ends the
+    story by saying True."""
     random = np.random.default_rng(entropy)
     order = tuple(random.permutation(np.arange(1, size.num_blocks)).tolist())
     teller = Teller(sides, size, order, poison)
@@ -98,8 +99,3 @@ def try_to_tell(story: Story, sides: Sides) -> Told | None:
         return tell(story, sides)
     except (NotLegal, RunnerError):
         return None
-
-
-def without_poison(size: WorldSize) -> WorldSize:
-    """The same world with nothing recorded that a crash over foreign memory could come from."""
-    return replace(size, config=replace(size.config, record=size.config.record - {"kv"}))

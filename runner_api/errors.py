@@ -72,8 +72,13 @@ class ConfigError(RunnerError, ValueError):
     default_code = "MR-ERR-003"
 
 
+# So many valid names are listed where another one was given.
+MOST_LISTED = 60
+
+
 class UnknownNameError(ConfigError):
-    """A name (runner, option, field, model) that does not exist; the text lists the nearest valid ones."""
+    """A name (runner, option, field, model) that does not exist; the text lists the nearest valid ones, and all of them
+    where they are few."""
 
     default_code = "MR-ERR-004"
 
@@ -81,9 +86,8 @@ class UnknownNameError(ConfigError):
         valid = sorted(valid)
         near = difflib.get_close_matches(str(name), valid, n=3, cutoff=0.4)
         hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else None
-        super().__init__(
-            f"unknown {kind} {name!r}", expected="one of " + (", ".join(valid) or "(none)"), hint=hint, **kwargs
-        )
+        told = ", ".join(valid) if len(valid) <= MOST_LISTED else f"{len(valid)} names"
+        super().__init__(f"unknown {kind} {name!r}", expected="one of " + (told or "(none)"), hint=hint, **kwargs)
 
 
 class CapabilityError(RunnerError):

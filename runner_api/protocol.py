@@ -104,7 +104,8 @@ class ModelRunner(Protocol):
     def take_draft_token_ids(self) -> DraftTokenIds | None: ...
 
     def last_step(self) -> StepRecord:
-        """The record of the latest step (complete once sample_tokens was called). May wait for the device."""
+        """The record of the latest step (complete once sample_tokens was called); it keeps its values when later steps
+        run. May wait for the device."""
         ...
 
     def poison_unused(self, value: int = -77, keep_blocks: Collection[int] = ()) -> None:

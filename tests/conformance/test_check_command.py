@@ -12,10 +12,11 @@ import pytest
 from safetensors.numpy import save_file
 
 import conformance
-from conformance.check import lockstep_on_model
+from conformance.check import _same_cell, lockstep_on_model
 from conformance.clauses import load_clauses
 from conformance.corpus import load_corpus, save_case
 from conformance.evaluate import evaluate
+from conformance.finding import Budget, find
 from conformance.smoke import smoke
 from cpu_reference.async_output import AsyncOutput
 from cpu_reference.runner import CAPABILITIES, CpuModelRunner
@@ -252,6 +253,16 @@ def test_an_output_without_requests_may_be_of_lists(monkeypatch: pytest.MonkeyPa
     assert evaluate(Lists, seeds=(0,), steps=20, selected=["MR-OUT-003"]).failed == ["MR-OUT-003"]
 
 
+def test_failing_plans_are_kept_where_they_are_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "corpus"
+    options = ["--clause", "SAMPLE-007", "--no-find", "--save-corpus", str(folder), "--json"]
+    assert main(["check", f"{HERE}:WrongSeed", *options]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["findings"] == []
+    assert report["notes"][-1].startswith("corpus: 1 failing and ")
+    assert list(folder.glob("MR-SAMPLE-007-*"))
+
+
 class Unblanked(CpuModelRunner):
     """Takes no notice of the blocks that are to be blanked."""
 
@@ -265,6 +276,52 @@ def test_what_only_a_probe_sees_is_said_to_be_not_shrunk(capsys: pytest.CaptureF
     assert report["clauses"]["MR-KV-008"]["first"].startswith("MR-KV-008 kv[0, 0]")
     assert report["notes"] == ["MR-KV-008: shown by probe listed_blocks_read_as_zero on its own plans, not shrunk"]
     assert report["findings"] == []
+
+
+class WrongLater(CpuModelRunner):
+    """Right for as many steps as a generated world has."""
+
+    steps = 0
+
+    def execute_model(self, plan, **kwargs):  # type: ignore[no-untyped-def]
+        self.steps += 1
+        if self.steps > 20:
+            for new in plan.scheduled_new_reqs:
+                new.seed = new.seed - 1 if new.seed > 0 else new.seed + 1
+        return super().execute_model(plan, **kwargs)
+
+
+def test_what_only_lockstep_sees_is_said_to_be_not_shrunk(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{HERE}:WrongLater", "--lockstep-only", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["faults"] == ["lockstep on witness diverges"]
+    assert report["findings"] == []
+    assert report["notes"] == ["lockstep on witness: no world shows it by itself, not shrunk"]
+
+
+class Raises(CpuModelRunner):
+    """Stops over the first request that is preempted."""
+
+    def execute_model(self, plan, **kwargs):  # type: ignore[no-untyped-def]
+        if plan.preempted_req_ids:
+            raise ValueError("no way back")
+        return super().execute_model(plan, **kwargs)
+
+
+def test_one_exception_is_told_once() -> None:
+    told = [find(f"{HERE}:Raises", clauses=c, layout="slots", budget=Budget(attempts=n)) for c, n in
+            ((None, 0), (["MR-KV-005"], 60))]  # fmt: skip
+    assert [t is not None and t.error for t in told] == ["ValueError(no way back)"] * 2
+    assert _same_cell(*told)  # type: ignore[arg-type]
+    assert not _same_cell(told[0], replace(told[1], error="ValueError(another)"))  # type: ignore[arg-type, type-var]
+
+
+def test_two_expectations_that_both_apply_are_misuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "expect.toml"
+    entry = '[[expect]]\nclause = "MR-SLOT-001"\noutcome = "fail"\nreason = "known"\nissue = "#1"\n'
+    path.write_text(entry + 'when = { device = "c*" }\n' + entry + 'when = { runner = "cpu" }\n')
+    assert main(["check", "cpu", "--clause", "SLOT", "--expectations", str(path)]) == 2
+    assert "two entries for one clause apply to this run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

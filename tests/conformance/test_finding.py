@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import Phase, settings
 
+from conformance import finding
+from conformance.case import Case, CaseStep
+from conformance.cell import Cell
 from conformance.clauses import clause
 from conformance.context import Mismatch
-from conformance.divergence import first_divergence
-from conformance.finding import Budget, Finding, find, reproduces
+from conformance.divergence import Failure, Sides, first_divergence
+from conformance.driver import draw_size
+from conformance.evaluate import StepJudge, evaluate
+from conformance.finding import FRAMES, Budget, Finding, find, reproduces
 from conformance.layouts import in_layout
 from conformance.machine import StoryFailed, search
 from conformance.mutants import CPU_MUTANTS
 from conformance.mutation import mutated
+from conformance.planned_step import PlannedStep
+from conformance.probes import new, plan_of
 from conformance.profiles import profile
-from runner_api import Capability, ConfigError, RunnerConfig, RunnerInfo, SchedulerOutput, UnknownNameError
+from conformance.standing import stands
+from conformance.story import Story
+from conformance.telling import Told
+from conformance.truth import witness_logits
+from runner_api import (
+    Capability,
+    ConfigError,
+    RunnerConfig,
+    RunnerInfo,
+    SchedulerOutput,
+    UnknownNameError,
+    WitnessConfig,
+    WitnessGroup,
+)
 from runner_api.loader import call_factory
 
 BY_ID = {m.id: m for m in CPU_MUTANTS}
@@ -44,6 +67,117 @@ def test_the_first_clause_is_one_that_the_mutant_names(mutant_id: str) -> None:
     found = find_mutant(mutant_id, Budget(attempts=0))
     assert found is not None
     assert found.clause_id in BY_ID[mutant_id].clauses
+    exec(as_right_runner(found), {})
+
+
+def as_right_runner(found: Finding) -> str:
+    """The snippet for the reference in place of the runner at fault."""
+    return re.sub(r'"_mutant_\d+_cpu_reference.layouts:build_runner"', '"cpu"', found.snippet)
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "new"),
+    [
+        ("sample/grammar.py", "stride = 1 + num_speculative_tokens", "stride = 1"),
+        ("sample/grammar.py", "enumerate(grammar.structured_output_request_ids)}",
+         "enumerate(r for r in req_ids if r in grammar.structured_output_request_ids)}"),
+        ("runner.py", "row = states.add_request(new.req_id, new.prompt_len,",
+         "row = states.add_request(new.req_id, len(new.prefill_token_ids),"),
+    ],
+)  # fmt: skip
+def test_what_fails_in_the_worlds_that_judge_is_found_in_them(path: str, old: str, new: str) -> None:
+    """Faults that few plans show."""
+    with mutated("cpu", path, old, new) as copy:
+        found = find(copy.factory, layout="slots", budget=Budget(attempts=0))
+    assert found is not None
+    assert found.clause_id is not None
+    exec(as_right_runner(found), {})
+
+
+def test_worlds_are_those_of_evaluate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same plans, as far as the tokens are the same."""
+    told: list[list[SchedulerOutput]] = []
+    judged: list[list[SchedulerOutput]] = []
+
+    def starts(self: StepJudge, *args: object) -> None:
+        judged.append([])
+        begin(self, *args)  # type: ignore[arg-type]
+
+    def runs(self: StepJudge, step: PlannedStep, *args: object, **kwargs: object) -> None:
+        judged[-1].append(step.plan)
+        run(self, step, *args, **kwargs)  # type: ignore[arg-type]
+
+    begin, run = StepJudge.__init__, StepJudge.run_candidate
+    monkeypatch.setattr(StepJudge, "__init__", starts)
+    monkeypatch.setattr(StepJudge, "run_candidate", runs)
+    assert find("cpu", seed=3, budget=Budget(worlds=1)) is None
+    told, judged = judged, told
+    evaluate("cpu", seeds=[3], selected=["MR-BATCH-001"])
+    assert len(told) == 10
+    assert judged == told
+
+
+def test_an_exception_does_not_hide_the_clause_that_is_sought(monkeypatch: pytest.MonkeyPatch) -> None:
+    crash, sought = Failure(0, None, error="ValueError(no)"), Failure(2, "MR-SLOT-001")
+    sides = Sides(in_layout("cpu", "slots"), in_layout("cpu", "slots"), frozenset(Capability))
+    size = draw_size("plain", np.random.default_rng(0))
+
+    def worlds(sides: Sides, layout: str, seed: int) -> Iterator[Told]:
+        yield Told(Story(size, ()), crash if seed < 2 else sought)
+
+    monkeypatch.setattr(finding, "_worlds", worlds)
+    assert finding._first(sides, "slots", 0, Budget()).failure is crash  # type: ignore[union-attr]
+    some = replace(sides, clauses=frozenset({"MR-SLOT-001"}))
+    assert finding._first(some, "slots", 0, Budget()).failure is sought  # type: ignore[union-attr]
+    assert finding._first(some, "slots", 0, Budget(worlds=2)).failure is crash  # type: ignore[union-attr]
+
+
+def test_a_smaller_story_must_stand_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    m = BY_ID["slot-tail-stale"]
+    with mutated("cpu", m.path, m.old, m.new) as copy:
+        plain = find(copy.factory)
+        monkeypatch.setattr(finding, "stands", lambda case, cell, oracle: tokens_of(case) >= 7)
+        raw, longer = find(copy.factory, budget=Budget(attempts=0)), find(copy.factory)
+        assert raw is not None
+        most = tokens_of(raw.case) - 1
+        monkeypatch.setattr(finding, "stands", lambda case, cell, oracle: tokens_of(case) <= most)
+        assert find(copy.factory, budget=Budget(attempts=0)) is None
+        later = find(copy.factory)
+        assert plain is not None
+        least = tokens_of(plain.case) + 1
+        monkeypatch.setattr(finding, "stands", lambda case, cell, oracle: least <= tokens_of(case) <= most)
+        between = find(copy.factory)
+        monkeypatch.setattr(finding, "stands", lambda case, cell, oracle: False)
+        assert find(copy.factory, budget=Budget(attempts=20)) is None
+    assert between is not None
+    assert tokens_of(between.case) == least
+    assert longer is not None
+    assert tokens_of(plain.case) < 7
+    assert tokens_of(longer.case) == 7, "the smallest of those that stand"
+    assert later is not None
+    assert tokens_of(later.case) == tokens_of(plain.case), "a shorter story may stand where the first does not"
+    assert longer.clause_id == later.clause_id == plain.clause_id
+
+
+def tokens_of(case: Case) -> int:
+    return sum(s.plan.total_num_scheduled_tokens for s in case.steps)
+
+
+def test_a_case_stands_if_the_oracle_alone_gives_what_is_expected() -> None:
+    oracle = in_layout("cpu", "slots")
+    config = RunnerConfig(max_num_reqs=2, max_num_batched_tokens=8, max_model_len=16, layout="slots")
+    steps = CaseStep(plan_of(new("a", [1, 2, 3], [1]))), CaseStep(plan_of(cached={"a": (3, None)}))
+    case = Case(config, WitnessConfig(groups=(WitnessGroup(4),)), 4, steps)
+    drawn = int(witness_logits(case.model, [[1, 2, 3]])[0].argmax())
+    fed = Cell("record.input_ids.tolist()", None, [drawn], "input_ids")
+    assert stands(case, fed, oracle)
+    assert not stands(case, replace(fed, expected=[drawn + 1]), oracle), "what the oracle is fed behind a wrong token"
+    assert not stands(case, replace(fed, expression="record.nothing"), oracle)
+    before = Cell("earlier.input_ids[2]", None, 3, "input_ids", (2,), earlier=True)
+    assert stands(case, before, oracle)
+    assert not stands(case, replace(before, expected=4), oracle)
+    assert stands(case, None, oracle)
+    assert not stands(replace(case, steps=steps[1:]), None, oracle), "no right runner goes on with a request unknown"
 
 
 @pytest.mark.parametrize(
@@ -118,6 +252,9 @@ def test_a_crash_is_told_with_the_smallest_plan() -> None:
     assert "as it should have been:" in text, "the oracle's batch stands in for the one that is not there"
     assert found.traceback is not None
     assert "slot_mapping" in found.traceback
+    frames = text.split("raised at, innermost last:\n")[1].split("\n\n")[0].splitlines()
+    assert len(frames) == FRAMES
+    assert re.fullmatch(r"    .*slot_mapping.*\.py:\d+ in \w+: .*local // None.*", frames[-1])
 
 
 def test_only_the_clauses_that_are_asked_for_are_looked_for() -> None:
@@ -179,8 +316,7 @@ def test_without_a_record_the_tokens_must_do() -> None:
     with mutated("cpu", m.path, m.old, m.new) as copy:
         found = find(lambda config: Mute(copy.factory, config))
         assert found is not None
-        assert found.clause_id is None
-        assert "the tokens are not the oracle's" in found.law
+        assert found.clause_id == "MR-OUT-004", "greedy requests on the witness model"
         assert found.num_requests <= 3
         assert found.cell is not None
         assert found.cell.expression.startswith("tuple(output.tokens()")

@@ -12,7 +12,7 @@ import pytest
 from conformance.clauses import load_clauses
 from conformance.context import Mismatch
 from conformance.evaluation import Evaluation, EvaluationError
-from conformance.expectations import load_expectations
+from conformance.expectations import check_applying, load_expectations
 from conformance.outcomes import Outcome, Results, results_of
 from cpu_reference.runner import CAPABILITIES, CpuModelRunner
 from runner_api import ConfigError, RunnerConfig, UnknownNameError
@@ -182,6 +182,14 @@ def test_a_broken_file_is_refused(tmp_path: Path, text: str, error: type[Excepti
     path.write_text(text)
     with pytest.raises(error, match=said):
         load_expectations(path)
+
+
+def test_two_entries_for_one_clause_may_not_both_apply(tmp_path: Path) -> None:
+    path = tmp_path / "expect.toml"
+    path.write_text(entry(more='when = { device = "c*" }') + entry(more='when = { dtype = "float32" }'))
+    with pytest.raises(ConfigError, match=f"{A}: two entries for one clause apply to this run .got 'when device c"):
+        check_applying(load_expectations(path), INFO)
+    check_applying(load_expectations(path), replace(INFO, device="xpu"))
 
 
 def test_a_file_that_is_not_there() -> None:

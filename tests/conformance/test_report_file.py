@@ -130,7 +130,9 @@ def test_a_matrix_of_runners(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["report", *(str(folder / f"{n}.jsonl") for n in ("cpu", "wrong")), "--format", "markdown"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("| area | cpu #1 | cpu #2 |\n| --- | --- | --- |\n")
-    assert "- cpu #2: " in out
+    legends = dict(line.split(": ", 1) for line in out.splitlines() if line.startswith("- cpu #"))
+    assert legends["- cpu #1"].startswith("cpu, cpu_reference.runner.CpuModelRunner ")
+    assert legends["- cpu #2"].startswith(f"{HERE}:Wrong"), "the target tells runners of one package apart"
     assert "10 clauses selected" in out
     assert markdown_table([["a|b"]]).startswith("| a\\|b |")
 

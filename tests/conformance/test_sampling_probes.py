@@ -10,7 +10,10 @@ import pytest
 
 from conformance.clauses import Clause, load_clauses
 from conformance.evaluate import LAWS
+from conformance.mutation import mutated
+from conformance.outcome_probes import nan_rows_have_a_fault
 from conformance.probes import PROBES, Bench
+from conformance.sampling_mutants import SAMPLING_MUTANTS
 from conformance.sampling_probes import MIXED, WISHES, Wish, cast, circumstances_change_nothing, live, offered_part
 from conformance.sampling_truth import RowHistory, before_truncation, kept
 from conformance.scene import REASONING, VOCAB, Actor, Scene
@@ -34,6 +37,15 @@ def test_there_are_enough_clauses() -> None:
 @pytest.mark.parametrize("probe", ABOUT_SAMPLING, ids=lambda p: p.__name__)
 def test_the_oracle_passes(probe) -> None:
     assert [str(m) for found in probe(ALL).values() for m in found] == []
+
+
+@pytest.mark.parametrize("mutant_id", ["nan-stops-min-p", "nan-stops-top-k-top-p", "nan-stops-penalties"])
+def test_a_nan_that_stops_a_step_for_its_neighbours_is_seen_without_stages(mutant_id: str) -> None:
+    """Each neighbour asks for one step that may look at the whole batch."""
+    m = next(m for m in SAMPLING_MUTANTS if m.id == mutant_id)
+    with mutated("cpu", m.path, m.old, m.new) as copy:
+        found = nan_rows_have_a_fault(Bench(copy.factory, CAPABILITIES - {Capability.STAGES}))
+    assert [c for c, mismatches in found.items() if mismatches] == ["MR-SAMPLE-045"]
 
 
 @pytest.mark.parametrize("c", [c for c in SAMPLING if c.id not in LAWS and c.id != "MR-SAMPLE-011"], ids=lambda c: c.id)

@@ -1,14 +1,17 @@
 """docs/write-a-runner.md: its blocks build up the files that they name, and its commands print what the page shows.
 
-Commands run in the page's order, on the files as far as a reader has typed them by then.
+Commands run in the page's order, on the files as far as a reader has typed them by then. Where clauses were added, run
+this file as a program: it writes how many of them passed into the page.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,13 +104,45 @@ def missing(shown: tuple[str, ...], printed: str) -> str | None:
 
 
 def plain(line: str) -> str:
-    """Blanks as one; "all" and "some" for how many clauses of an area passed, since clauses are added now and then."""
-    line = re.sub(r"\b(\d+)/(\d+)\b", lambda m: "all" if m[1] == m[2] else "some", " ".join(line.split()))
-    return re.sub(r"^([A-Z]+ (?:all|some|-) (?:all|some|-)) \S+$", r"\1", line)
+    """Blanks as one."""
+    return " ".join(line.split())
 
 
 def same(line: str, got: str) -> bool:
     return re.fullmatch(".*".join(re.escape(part) for part in line.split(LEFT_OUT)), got) is not None
+
+
+# How many clauses of an area passed, and how many were skipped.
+COUNTS = re.compile(r"\d+/\d+|(?<=\s)(?:\d+|-)$")
+
+
+def renewed(shown: str, printed: str) -> str:
+    """A shown line with the counts of the printed one that is the same but for them; as it is where there is none."""
+    if "/" not in shown:
+        return shown
+    texts = [".*".join(re.escape(p) for p in plain(part).split(LEFT_OUT)) for part in COUNTS.split(shown)]
+    pattern = re.compile(r"\s*" + r"\s*(\d+/\d+|\d+|-)\s*".join(texts))
+    found = next((m for line in printed.splitlines() if (m := pattern.fullmatch(plain(line)))), None)
+    counts = iter(found.groups() if found else ())
+    return COUNTS.sub(lambda m: next(counts), shown) if found else shown
+
+
+def renew_the_page() -> None:
+    """Run every command and write the page anew."""
+    page = PAGE
+    for command in commands():
+        program, *arguments = shlex.split(command.line.replace("process:python ", f"process:{sys.executable} "))
+        module = "engine_core.cli" if program == "modelrunner" else program
+        with tempfile.TemporaryDirectory() as folder:
+            for name, text in command.typed.items():
+                (Path(folder) / name).write_text(text, encoding="utf-8")
+            run = [sys.executable, "-m", module, *arguments]
+            env = os.environ | {"PYTHONPATH": str(ROOT)}
+            done = subprocess.run(run, cwd=folder, env=env, capture_output=True, text=True)
+        old = "\n".join(command.shown)
+        new = "\n".join(renewed(line, done.stdout + done.stderr) for line in command.shown)
+        page = page.replace(f"$ {command.line}\n{old}\n", f"$ {command.line}\n{new}\n")
+    (ROOT / "docs" / "write-a-runner.md").write_text(page, encoding="utf-8")
 
 
 def test_what_is_shown_must_be_printed() -> None:
@@ -119,8 +154,17 @@ def test_what_is_shown_must_be_printed() -> None:
     assert missing(("a b …", "c"), "a  b d\nc\n") is None
     assert missing(("a … d",), "a b c\n") == "a … d"
     assert missing(("a",), "a\nb\n") == "b"
-    assert missing(("SLOT  3/3  -  6",), "SLOT  9/9  -  -\n") is None
-    assert missing(("SLOT  3/3  -  6",), "SLOT  2/3  -  6\n") is not None
+    assert missing(("SLOT  3/3  -  6",), "SLOT  3/3    -  6\n") is None
+    for other in ("SLOT  9/9  -  6\n", "SLOT  2/3  -  6\n", "SLOT  3/3  -  -\n"):
+        assert missing(("SLOT  3/3  -  6",), other) is not None
+
+
+def test_counts_are_renewed_and_nothing_else_is() -> None:
+    printed = "SLOT 9/9 - -\nlockstep: AGREE steps=3\nverdict: AGREE MUST 101/101 SHOULD 1/1 (3 steps)\n"
+    shown = ("SLOT     3/3  -  6", "lockstep: AGREE steps=2", "verdict: AGREE MUST 94/94 SHOULD 1/1 …", "…")
+    assert [renewed(line, printed) for line in shown] == [
+        "SLOT     9/9  -  -", "lockstep: AGREE steps=2", "verdict: AGREE MUST 101/101 SHOULD 1/1 …", "…",
+    ]  # fmt: skip
 
 
 def test_the_page_names_clauses_and_files_that_exist() -> None:
@@ -128,3 +172,7 @@ def test_the_page_names_clauses_and_files_that_exist() -> None:
     assert named <= set(load_clauses())
     for path in set(re.findall(r"`((?:docs|examples|runner_api|cpu_reference)/[\w./-]+\.(?:py|md))", PAGE)):
         assert (ROOT / path).exists(), path
+
+
+if __name__ == "__main__":
+    renew_the_page()

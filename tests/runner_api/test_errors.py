@@ -59,5 +59,12 @@ def test_unknown_names_list_the_nearest(name, hint):
     assert e.field == "params"
 
 
+def test_of_many_names_the_nearest_alone_are_listed():
+    e = UnknownNameError("clause", "MR-007x", [f"MR-{n:03}" for n in range(200)])
+    assert "one of 200 names" in str(e)
+    assert "Did you mean 'MR-007'" in (e.hint or "")
+    assert len(str(e)) < 200
+
+
 def test_nothing_is_known():
     assert "(none)" in str(UnknownNameError("runner", "x", []))
