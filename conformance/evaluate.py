@@ -72,9 +72,9 @@ APART = frozenset({"MR-SAMPLE-007"})
 
 def evaluate(
     runner: str | RunnerFactory, *, seeds: Sequence[int] = range(SEEDS), stories: Sequence[int] = (0,),
-    steps: int = STEPS, oracle: str | RunnerFactory = "cpu", probes_first: bool = False,
-    enough: Callable[[Evaluation], bool] | None = None, layout: str | None = None,
-    selected: Collection[str] | None = None, sought: Collection[str] = (), info: RunnerInfo | None = None,
+    steps: int = STEPS, oracle: str | RunnerFactory = "cpu", enough: Callable[[Evaluation], bool] | None = None,
+    layout: str | None = None, selected: Collection[str] | None = None, sought: Collection[str] = (),
+    info: RunnerInfo | None = None,
 ) -> Evaluation:  # fmt: skip
     """Judge `runner` on worlds of every kind it can run, `steps` steps of each kind and seed, and by every probe.
 
@@ -82,7 +82,7 @@ def evaluate(
     each probe whether to leave it at that; what was not tested by then makes no pass. layout: of the rows, on both
     sides; None: the one that the runner takes by itself. selected: ids of the clauses to judge by, at least one; None:
     all. Worlds and probes that speak of none of them are left out. sought: ids of clauses whose probes are run before
-    the others. info: what the runner has said of itself; None: it is asked.
+    the worlds. info: what the runner has said of itself; None: it is asked.
 
     A runner that runs no whole steps, or keeps no record of them, is judged by what it does offer; the other clauses
     are in `skipped`. Raises: ConfigError, UnknownNameError for what cannot be judged at all.
@@ -98,8 +98,10 @@ def evaluate(
     if info.layout == "dense":
         bench = replace(bench, runner=InLayout(runner, "dense", stories=True))
     result = _begin(info, runner, selected)
-    parts = [_worlds(runner, oracle, seeds, steps, result), _probes(bench, result, frozenset(sought))]
-    for part in reversed(parts) if probes_first else parts:
+    first = [p for p in PROBES if not frozenset(sought).isdisjoint(clauses_of(p) or ())]
+    rest = [p for p in PROBES if p not in first]
+    worlds = _worlds(runner, oracle, seeds, steps, result)
+    for part in (_probes(first, bench, result), worlds, _probes(rest, bench, result)):
         for _ in part:
             if enough is not None and enough(result):
                 return result
@@ -126,9 +128,11 @@ def _worlds(
                 yield
 
 
-def _probes(bench: Bench, result: Evaluation, sought: frozenset[str]) -> Iterator[None]:
-    """Run the probes one by one, those that speak of a sought clause first; comes back after each."""
-    for probe in _in_order(sought):
+def _probes(
+    probes: Iterable[Callable[[Bench], dict[str, list[Mismatch]]]], bench: Bench, result: Evaluation
+) -> Iterator[None]:  # fmt: skip
+    """Run the probes one by one; comes back after each."""
+    for probe in probes:
         clauses = clauses_of(probe)
         if clauses is not None and not any(map(result.asks, clauses)):
             continue
@@ -140,13 +144,6 @@ def _probes(bench: Bench, result: Evaluation, sought: frozenset[str]) -> Iterato
             error = EvaluationError(probe.__name__, safely(repr, e), traceback.format_exc(), clauses or frozenset())
             result.errors.append(error)
         yield
-
-
-def _in_order(sought: frozenset[str]) -> list[Callable[[Bench], dict[str, list[Mismatch]]]]:
-    """All probes. Where something is sought, first those that speak of it, then those that speak of many clauses."""
-    if not sought:
-        return list(PROBES)
-    return sorted(PROBES, key=lambda p: (sought.isdisjoint(clauses_of(p) or ()), -len(clauses_of(p) or ())))
 
 
 def _begin(info: RunnerInfo, runner: RunnerFactory, selected: frozenset[str] | None) -> Evaluation:

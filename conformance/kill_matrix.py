@@ -139,7 +139,7 @@ def findings_of(
         factory = load_factory(runner)  # brings triton, if it needs that
         with fast_kernels():
             found = evaluate(
-                factory, seeds=tuple(seeds), steps=steps, probes_first=first, enough=enough, layout=layout, sought=named
+                factory, seeds=tuple(seeds), steps=steps, enough=enough, layout=layout, sought=named if first else ()
             )
         return so_far(found)
     except Exception as x:  # a mutant that the judge cannot stand is one that the judge has not named
