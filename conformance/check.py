@@ -17,7 +17,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from conformance.case import Case
+from conformance.case import Case, run_case
 from conformance.check_text import check_text
 from conformance.clauses import select
 from conformance.evaluate import SEEDS, WORLD_CLAUSES, evaluate
@@ -30,6 +30,7 @@ from conformance.lockstep import AGREE, DIVERGE, LockstepResult
 from conformance.lockstep_runs import lockstep_on_model, lockstep_on_worlds
 from conformance.outcomes import Outcome, Results, results_of
 from conformance.probe import RECORDED
+from conformance.probe_findings import find_in_probes
 from conformance.report_file import ReportWriter, footer_of, header_of
 from conformance.smoke import smoke
 from runner_api import SPEC_VERSION, Capability, ConfigError, ModelRunner, RunnerConfig, RunnerInfo
@@ -246,8 +247,25 @@ class _Check:
                 self.report["notes"] += [f"{what}: no world shows it by itself, not shrunk" for what in told]
             if finding is not None and not any(_same_cell(finding, other) for other in found):
                 found.append(finding)
+        self._find_in_probes(found)
         self.report["notes"] += self._not_shrunk({f.clause_id for f in found})
         return found
+
+    def _find_in_probes(self, found: list[Finding]) -> None:
+        """Add findings for failed clauses that worlds do not meet, up to MOST_FINDINGS in all."""
+        failed = [] if self.results is None else [c for c in self.results.ids(Outcome.FAIL) if c not in WORLD_CLAUSES]
+        for clause_id in failed:
+            if len(found) == MOST_FINDINGS or clause_id in {f.clause_id for f in found}:
+                continue
+            try:
+                finding = find_in_probes(
+                    self.args.runner, clause_id, oracle=self.args.against, layout=self.info.layout
+                )  # fmt: skip
+            except Exception as e:  # the verdict stands without it
+                self.report["notes"].append(f"{clause_id} could not be told: {type(e).__name__}: {safely(str, e)}")
+                continue
+            if finding is not None and not any(_same_cell(finding, other) for other in found):
+                found.append(finding)
 
     def _take_in(self, finding: Finding) -> None:
         """The search looks at other worlds: a clause that fails there alone has failed, and the report must say so."""
@@ -283,7 +301,8 @@ class _Check:
         from conformance.corpus import rare_cases, save_case
 
         folder = self.args.save_corpus
-        for finding in found:
+        kept = [f for f in found if f.probe is None or self._fails_as_a_case(f)]
+        for finding in kept:
             save_case(folder, finding.case, finding.clause_id, f"found in {self.info.name}, seed {self.args.seed}")
         rare: Mapping[str, Case] = {}
         if set(RECORDED) <= self.info.capabilities:
@@ -291,7 +310,17 @@ class _Check:
         for shape, case in rare.items():
             name = f"{self.info.layout}-{shape}".replace("_", "-")
             save_case(folder, case, None, f"rare shape: {shape}", name)
-        self.report["notes"].append(f"corpus: {len(found)} failing and {len(rare)} rare cases saved in {folder}")
+        self.report["notes"].append(f"corpus: {len(kept)} failing and {len(rare)} rare cases saved in {folder}")
+        if len(kept) < len(found):
+            told = ", ".join(str(f.clause_id) for f in found if f not in kept)
+            self.report["notes"].append(f"corpus: {told} not saved, as no law of whole steps fails there")
+
+    def _fails_as_a_case(self, finding: Finding) -> bool:
+        """A case of the corpus is judged by the laws of whole steps, which a probe's plans need not break."""
+        try:
+            return not run_case(finding.case, self.runner, self.oracle).passed
+        except ConfigError:  # it relies on what a probe imposed
+            return False
 
     def _write(self, line: Mapping[str, Any]) -> None:
         """Kept until the clauses are written, of which the findings may say more."""

@@ -68,6 +68,7 @@ class Finding:
     # Of a wrong draw: clauses about what its request still asks for after shrinking.
     related: tuple[str, ...] = ()
     cut_off: bool = False  # shrinking ended for its limit alone
+    probe: str | None = None  # whose plans these are
 
     @property
     def num_requests(self) -> int:
@@ -87,6 +88,8 @@ class Finding:
         where = f"{what}\nin step {self.step} of {size}"
         if self.related:
             where += f"\nthe request asks for what these clauses are about: {', '.join(self.related)}"
+        if self.probe:
+            where += f"\nin plans of the probe {self.probe}, for as few of its requests as show it"
         if self.cut_off:
             where += f"\nthe search was cut off behind {self.attempts} attempts: smaller may exist"
         parts = [head, where, self.last_frames(), self.table, self.snippet]
@@ -104,7 +107,7 @@ def find(
     rows; None: the one that the runner takes. Raises ConfigError where nothing can be looked for: no clauses, a runner
     without whole steps.
     """
-    sides, layout = _sides(runner, oracle, clauses, layout)
+    sides, layout = sides_of(runner, oracle, clauses, layout)
     told = _first(sides, layout, seed, budget)
     if told is None or told.failure is None:
         return None
@@ -116,8 +119,12 @@ def find(
 
 def describe(told: Told, runner: str, attempts: int = 0) -> Finding:
     """A failing story as a finding. runner: as the snippet shall load it."""
-    failure, case = told.failure, told.case()
-    assert failure is not None
+    assert told.failure is not None
+    return describe_case(told.failure, told.case(), runner, attempts)
+
+
+def describe_case(failure: Failure, case: Case, runner: str, attempts: int = 0) -> Finding:
+    """The same of a case in which this is what failed."""
     cell = cell_of(failure)
     law = _law(failure)
     title = f"{failure.clause_id} {law}" if failure.clause_id else law
@@ -188,9 +195,10 @@ def _law(failure: Failure) -> str:
     return f"No clause says why, but {OTHER_TOKENS}"
 
 
-def _sides(
+def sides_of(
     runner: str | RunnerFactory, oracle: str | RunnerFactory, clauses: Collection[str] | None, layout: str | None
 ) -> tuple[Sides, str]:
+    """Both sides in the layout of the rows, and which that is; see `find`."""
     if clauses is not None and not clauses:
         raise ConfigError("an empty selection finds nothing", field="clauses", got=[], expected="ids, or None for all")
     chosen = None if clauses is None else frozenset(clause(c).id for c in clauses)

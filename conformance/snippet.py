@@ -6,6 +6,7 @@ The text needs `runner_api` alone. Fields at their defaults are left out.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
@@ -16,6 +17,8 @@ from conformance.case import Case, CaseStep
 from conformance.cell import Cell
 
 WIDTH = 84
+# How lists of numbers spell what has no literal.
+_NOT_FINITE = re.compile(r"\b(inf|nan)\b")
 _STEP = """
 
 def step(plan, descriptor=None, grammar=None, forced=None):
@@ -57,6 +60,8 @@ def write_snippet(case: Case, runner: str, cell: Cell | None, title: str) -> str
     body = "\n".join(parts)
     check = "\nfrom runner_api.record_check import check_own_record" if "check_own_record(" in body else ""
     numpy = "import numpy as np\n\n" if "np." in body else ""
+    if _NOT_FINITE.search(body):
+        numpy = f"from math import inf, nan\n\n{numpy}"
     head = title.replace("\\", "/").replace('"', "'")
     return f'"""{head}"""\n\n{numpy}{_imports(names)}{check}\n\n{body}\n'
 

@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import conformance
+from conformance.case import CaseRun
 from conformance.check import _same_cell, lockstep_on_model
 from conformance.clauses import load_clauses
 from conformance.corpus import load_corpus, save_case
@@ -270,11 +271,44 @@ class Unblanked(CpuModelRunner):
         return super().execute_model(replace(plan, new_block_ids_to_zero=[]), **kwargs)
 
 
-def test_what_only_a_probe_sees_is_said_to_be_not_shrunk(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", f"{HERE}:Unblanked", "--clause", "KV-008", "--json"]) == 1
+def test_what_only_a_probe_sees_is_told_by_its_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["check", f"{HERE}:Unblanked", "--clause", "KV-008", "--json", "--save-corpus", str(tmp_path)]
+    assert main(command) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["clauses"]["MR-KV-008"]["first"].startswith("MR-KV-008 kv[0, 0]")
-    assert report["notes"] == ["MR-KV-008: shown by probe listed_blocks_read_as_zero on its own plans, not shrunk"]
+    (finding,) = report["findings"]
+    assert finding["clause"] == "MR-KV-008"
+    assert "in plans of the probe listed_blocks_read_as_zero" in finding["text"]
+    assert "record.kv['b'][0, 0]" in finding["text"]
+    assert "not shrunk" not in str(report["notes"])
+    assert "corpus: 1 failing and" in report["notes"][-1]
+    assert main(["check", f"{HERE}:Unblanked", "--clause", "KV-008", "--json", "--corpus", str(tmp_path)]) == 1
+    again = json.loads(capsys.readouterr().out)
+    assert [c["clause"] for c in again["corpus"] if c["outcome"] == "diverge"] == ["MR-KV-008"]
+
+
+def test_what_no_law_of_whole_steps_sees_is_no_case_for_a_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(conformance.check, "run_case", lambda *_: CaseRun(steps=1))
+    command = ["check", f"{HERE}:Unblanked", "--clause", "KV-008", "--json", "--save-corpus", str(tmp_path)]
+    assert main(command) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert "MR-KV-008 not saved" in report["notes"][-1]
+    assert not list(tmp_path.glob("MR-KV-008*"))
+
+
+class SameDigest(CpuModelRunner):
+    """Its fingerprint never changes."""
+
+    def state_digest(self):  # type: ignore[no-untyped-def]
+        return {"all": "0"}
+
+
+def test_what_no_record_shows_is_said_to_be_not_shrunk(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{HERE}:SameDigest", "--clause", "STATE-010", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["notes"] == ["MR-STATE-010: shown by probe unknown_ids_change_nothing on its own plans, not shrunk"]
     assert report["findings"] == []
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from conformance.context import Mismatch
 from conformance.divergence import first_divergence
-from conformance.finding import _sides, _without_padding, _worlds
+from conformance.finding import _without_padding, _worlds, sides_of
 from conformance.mutants import CPU_MUTANTS
 from conformance.mutation import mutated
 
@@ -36,7 +36,7 @@ def test_of_clauses_about_one_field_the_most_telling_is_told(field: str, clauses
 def test_wrong_logits_of_a_padded_step_are_not_paddings_fault_if_they_are_wrong_without_it() -> None:
     m = next(m for m in CPU_MUTANTS if m.id == "attention-offset-of-other-block")
     with mutated("cpu", m.path, m.old, m.new) as copy:
-        sides, layout = _sides(copy.factory, "cpu", None, "slots")
+        sides, layout = sides_of(copy.factory, "cpu", None, "slots")
         worlds = [told for seed in range(4) for told in _worlds(sides, layout, seed) if told.failure is not None]
         padded = [told for told in worlds if told.failure.clause_id == "MR-PAD-006"]  # type: ignore[union-attr]
         assert padded
