@@ -239,8 +239,8 @@ def check_offered(factory: str | RunnerFactory, launch: Launch) -> None:
     """Raise `CapabilityError` if the runner lacks what a step needs; ConfigError if it cannot be built."""
     try:
         runner = call_factory(factory, launch.config)
-    except RunnerError:  # what it does not offer says more than the first field that it refuses
-        _check_offered(info_of(factory), launch)
+    except RunnerError:  # what it offers in no layout says more than the first field that it refuses
+        _check_offered(info_of(factory), replace(launch, needs=launch.needs - {Capability.DENSE_LAYOUT}))
         raise
     try:
         _check_offered(runner.describe(), launch)

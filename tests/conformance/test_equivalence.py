@@ -29,7 +29,10 @@ FEW = settings(profile("ci"), max_examples=30, stateful_step_count=15)
 def test_the_references_layouts_are_equivalent() -> None:
     """To the last bit on the witness model, and everything that moves rows was met often."""
     tally = Tally()
-    search_equivalence("cpu", settings(profile("ci"), max_examples=300, stateful_step_count=20), tally)
+    for num_steps in (20, 22, 24):  # what is drawn goes with the program: where rows hardly moved, other stories follow
+        search_equivalence("cpu", settings(profile("ci"), max_examples=300, stateful_step_count=num_steps), tally)
+        if not tally.missing(LEAST):
+            break
     print(tally.line())
     assert tally.runs >= 300
     assert tally.missing(LEAST) == {}

@@ -165,7 +165,7 @@ def crashing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[s
 
 @pytest.mark.parametrize("way", ["entry point", "module", "file", "process"])
 def test_a_crash_is_found_and_shrunk(way: str, crashing: dict[str, str]) -> None:
-    found = find(crashing[way], budget=Budget(attempts=20))
+    found = find(crashing[way], budget=Budget(attempts=60))
     assert found is not None
     assert found.clause_id is None
     assert found.error is not None
