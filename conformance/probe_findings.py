@@ -135,8 +135,11 @@ def _holds(cell: Cell, record: StepRecord, output: ModelRunnerOutput) -> bool:
 
 
 def _plainer(shown: Shown, sides: Sides) -> Shown:
-    """Without what the configuration need not say."""
-    for name, value in (("initial_free_rows", None), ("reasoning", None), ("record", frozenset())):
+    """Without what the configuration need not say. What shows the fault stays recorded: without it a consequence might
+    show in its place."""
+    cell = cell_of(shown.failure)
+    needed = shown.case.config.record & ({cell.field} if cell is not None else frozenset())
+    for name, value in (("initial_free_rows", None), ("reasoning", None), ("record", needed)):
         config = replace(shown.case.config, **{name: value})
         shown = _shown(replace(shown.case, config=config), _mismatch(shown), sides) or shown
     return shown

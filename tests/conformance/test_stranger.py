@@ -165,12 +165,13 @@ def crashing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[s
 
 @pytest.mark.parametrize("way", ["entry point", "module", "file", "process"])
 def test_a_crash_is_found_and_shrunk(way: str, crashing: dict[str, str]) -> None:
-    found = find(crashing[way], budget=Budget(attempts=60))
+    found = find(crashing[way], budget=Budget(attempts=20 if way == "process" else 60))
     assert found is not None
     assert found.clause_id is None
     assert found.error is not None
     assert ("the program ended" if way == "process" else "the device is lost") in found.error
-    assert (len(found.case.steps), found.num_requests) == (1, 2)
+    assert len(found.case.steps) <= (2 if way == "process" else 1)  # a program is started for every attempt
+    assert found.num_requests == 2
 
 
 def test_a_dead_program_needs_no_shutting_down(crashing: dict[str, str]) -> None:
