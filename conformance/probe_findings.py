@@ -18,15 +18,15 @@ from conformance.context import Mismatch
 from conformance.divergence import Failure, Sides
 from conformance.evaluate import record_parts
 from conformance.finding import Finding, describe_case, runner_name, sides_of
-from conformance.foreign import all_let_go, own_copy, staying
-from conformance.harness import build_runner, info_of
+from conformance.foreign import all_let_go, staying
+from conformance.harness import info_of
 from conformance.layouts import InLayout
 from conformance.probe import RECORDED, clauses_of
 from conformance.probes import PROBES, Bench
+from conformance.standing import steps_alone
 from conformance.tape import Tape, Taping
 from runner_api import (
     CachedRequestData,
-    Capability,
     ForcedStep,
     GrammarOutput,
     ModelRunnerOutput,
@@ -110,15 +110,9 @@ def _run_alone(case: Case, factory: RunnerFactory) -> list[Seen]:
     seen: list[Seen] = []
     try:
         with staying():
-            runner, _ = build_runner(factory, case.model, case.config, case.num_blocks)
-            poisons = Capability.POISON in runner.describe().capabilities
-            for step in case.steps:
-                if step.keep_blocks is not None and poisons:
-                    runner.poison_unused(keep_blocks=step.keep_blocks)
-                output = runner.execute_model(own_copy(step.plan), descriptor=step.descriptor)
-                if not isinstance(output, ModelRunnerOutput):
-                    output = runner.sample_tokens(step.grammar, forced=step.forced).get_output()
-                seen.append((runner.last_step(), output))
+            for record, output in steps_alone(case, factory):
+                assert record is not None
+                seen.append((record, output))
     except Exception:  # the steps before it may show enough
         pass
     return seen
